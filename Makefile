@@ -1,0 +1,43 @@
+# `make help` lists the targets. Each target sets up what it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/kvstore/v1/*.proto)
+
+.PHONY: help setup demo demo-trace test check format protos bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv with everything that demo, tests and checks need
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,torch]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## Run the main job on this machine: two nodes, three workers, one scheduler
+	$(BIN)/kvstore demo
+
+test: $(STAMP) ## Run all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Format check, lint, types, import rules, proto drift
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+
+format: $(STAMP) ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(STAMP) ## Generate kvstore/rpc/v1 from protos/
+	$(BIN)/python protos/generate.py
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

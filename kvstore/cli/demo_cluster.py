@@ -1,0 +1,174 @@
+"""The processes of the demo, and the way of one request through them.
+
+    node-a:  prefill-1, prefill-2        node-b:  decode-1        beside them: metadata service, scheduler, cold
+
+`cold` is an engine without a pool: what it answers, the others must answer bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+from kvstore.analytics.processes import Child, Children
+from kvstore.errors import ConfigurationError, KvStoreError
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import KeyChain
+from kvstore.model.values import Ticket
+from kvstore.scheduler.client import Pick, SchedulerClient
+
+COMMAND_DEADLINE_S: Final = 120.0
+"""Longest command of an engine: a whole prompt, computed cold on a busy machine."""
+
+PICK_DEADLINE_S: Final = 5.0
+PREFILL_NODE: Final = "node-a"
+DECODE_NODE: Final = "node-b"
+_ENGINES: Final = {
+    "prefill-1": ("prefill", PREFILL_NODE),
+    "prefill-2": ("prefill", PREFILL_NODE),
+    "decode-1": ("decode", DECODE_NODE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request that went through the pool. `prefill` and `decode` are the engines' own answers."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    pick: Pick
+    prefill: Mapping[str, Any]
+    decode: Mapping[str, Any]
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that the prefill worker did not have to compute."""
+        return int(self.prefill["hit_tokens_local"] + self.prefill["hit_tokens_remote"])
+
+    def agrees_with(self, cold: Mapping[str, Any]) -> bool:
+        """True if tokens and logits (first and last, bit for bit) are those of an engine without a pool."""
+        first, last = self.prefill["digest"], self.decode["digest"]
+        said = list(self.answer), first, self.decode["first_digest"], last
+        return said == (cold["tokens"], cold["first_digest"], cold["first_digest"], cold["digest"])
+
+
+class Engine:
+    """A worker process. One command at a time; callers on several threads queue."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._lock = threading.Lock()
+
+    @property
+    def announcement(self) -> Mapping[str, Any]:
+        """What it said when it was ready."""
+        return self._child.announcement
+
+    def command(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Run one command; raises KvStoreError if the engine refuses it, Unreachable if it ended."""
+        with self._lock:
+            answer = self._child.call({"cmd": name, **fields}, COMMAND_DEADLINE_S)
+        if "error" in answer:
+            raise KvStoreError(f"{self._child.name}: {answer['error']}")
+        return answer
+
+
+class DemoCluster:
+    """Metadata service, scheduler, two nodes of `dram` each, three engines and a cold one. A context manager."""
+
+    def __init__(self, dram: str) -> None:
+        self._dram = dram
+        self._stack = ExitStack()
+        self._nodes: dict[str, Child] = {}
+        self._evictions_of_the_dead = 0
+
+    def __enter__(self) -> DemoCluster:
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigurationError("the demo's engines need torch: pip install 'kvstore[torch]'")
+        with ExitStack() as stack:
+            self._children = stack.enter_context(Children())
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start(self, stack: ExitStack) -> None:
+        children = self._children
+        # Engines take longest to start (they import torch), so the cold one, which needs nobody, starts first.
+        cold = self._start_engine("cold", "prefill")
+        metadata = children.start_metadata().announcement["control_address"]
+        router = children.start_console(
+            "router", ["router", "--address", "127.0.0.1:0", "--metadata-address", metadata]
+        ).announcement["control_address"]
+        for name in (PREFILL_NODE, DECODE_NODE):
+            self._nodes[name] = children.start_node(name, metadata, "--dram", self._dram)
+        started = {"cold": cold}
+        for name, (role, node) in _ENGINES.items():
+            address = self._nodes[node].announcement["control_address"]
+            options = ["--node", address, "--metadata", metadata, "--scheduler", router]
+            started[name] = self._start_engine(name, role, *options)
+        self._engines = {name: Engine(children.announced(child)) for name, child in started.items()}
+        self._scheduler = stack.enter_context(SchedulerClient(router))
+        self.namespace = Namespace.from_canonical(self._engines["cold"].announcement["namespace"].encode())
+        self._chain = KeyChain(self.namespace)
+
+    def _start_engine(self, name: str, role: str, *options: str) -> Child:
+        command = [sys.executable, "-m", "engine_adapter.reference", "--role", role, "--worker-id", name, *options]
+        return self._children.start(name, command)
+
+    def serve(self, request_id: str, prompt: Sequence[int], max_new_tokens: int) -> Served:
+        """Pick, prefill, hand over by ticket, decode. Thread-safe."""
+        pick = self._scheduler.pick(request_id, self._chain.keys(prompt), len(prompt), deadline_s=PICK_DEADLINE_S)
+        request = {"request_id": request_id, "tokens": list(prompt), "ticket": ticket_fields(pick.ticket)}
+        prefill = self._engines[pick.prefill_worker_id].command("prefill", **request)
+        decode = self._engines[pick.decode_worker_id].command("decode", **request, max_new_tokens=max_new_tokens)
+        return Served(request_id, tuple(prompt), tuple(decode["tokens"]), pick, prefill, decode)
+
+    def cold(self, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+        """The same request on the engine without a pool."""
+        return self._engines["cold"].command("cold", tokens=list(prompt), max_new_tokens=max_new_tokens)
+
+    def kill_prefill_node(self) -> None:
+        """SIGKILL to the node of the prefill workers, which live on."""
+        node = self._nodes.pop(PREFILL_NODE)
+        self._evictions_of_the_dead += self._evictions_of(node)
+        node.kill()
+
+    def evictions(self) -> int:
+        """Chunks that the nodes dropped for want of room, so far."""
+        return self._evictions_of_the_dead + sum(self._evictions_of(node) for node in self._nodes.values())
+
+    def _evictions_of(self, node: Child) -> int:
+        return int(self._children.node_statistics(node)["evictions"])
+
+
+def ticket_fields(ticket: Ticket) -> dict[str, Any]:
+    """The ticket as it travels with a request between engines: ids in hexadecimal, rectangles as four numbers."""
+    fields: dict[str, Any] = {
+        name: getattr(ticket, name).hex() for name in ("id", "namespace_id", "first_key", "last_key")
+    }
+    ranks = [
+        {
+            "node_id": rank.node_id,
+            "epoch": rank.epoch,
+            "rectangle": [
+                rank.rectangle.layer_start,
+                rank.rectangle.layer_stop,
+                rank.rectangle.head_start,
+                rank.rectangle.head_stop,
+            ],
+        }
+        for rank in ticket.ranks
+    ]
+    return fields | {"chunk_count": ticket.chunk_count, "last_tokens": ticket.last_tokens, "ranks": ranks}

@@ -1,0 +1,368 @@
+"""`Cache`: one namespace as one rank sees it. Every verb takes many chunks; there is no single-key twin."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client import buffers
+from kvstore.client.host import HostNode
+from kvstore.client.local import read_local
+from kvstore.client.remote import RemoteRead, read_remote
+from kvstore.client.remote_writing import write_remote
+from kvstore.client.values import Bytes, Destination, Match, ReadResult, WriteResult
+from kvstore.client.writing import PendingWrite
+from kvstore.errors import InvalidRequest, KvStoreError, Unreachable
+from kvstore.model.layout import Geometry, PageLayout, Rectangle
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Extra, KeyChain, Keys, Tokens
+from kvstore.model.values import MissReason, NodeInfo, Ticket
+from kvstore.node import HANDOFF_WAIT_MS
+
+if TYPE_CHECKING:
+    from kvstore.client.pool_client import Client
+
+FENCE_RETRIES = 3
+_GONE = (MissReason.UNREACHABLE, MissReason.SESSION_LOST)
+
+
+class Cache:
+    """Made by `Client.bind`. Thread-safe; a `PendingWrite` belongs to one thread."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: Namespace,
+        *,
+        secret: bytes,
+        geometry: Geometry,
+        rank: int,
+        written_here: Sequence[int],
+        checksums: bool,
+    ) -> None:
+        self.namespace = namespace
+        self.geometry = geometry
+        self.shard = geometry.shard(rank)
+        geometry.check_fits(namespace.layout)
+        self.rectangle: Rectangle = geometry.rectangles[rank]
+        self._client = client
+        self._written_here = written_here
+        self._checksums = checksums
+        self._chain = KeyChain(namespace, secret)
+
+    @property
+    def layout(self) -> PageLayout:
+        """The layout of the namespace."""
+        return self.namespace.layout
+
+    def register(self, host: HostNode, deadline_s: float) -> None:
+        """Tell the own host's node of namespace and geometry. Idempotent."""
+        host.api.register_namespace(self.namespace, self.geometry, self._written_here, deadline_s)
+
+    def keys(self, tokens: Tokens, extras: Sequence[Extra] = ()) -> Keys:
+        """The keys of a prompt; see `KeyChain.keys`."""
+        return self._chain.keys(tokens, extras)
+
+    def empty(self, count: int, rectangle: Rectangle | None = None) -> Bytes:
+        """Page-aligned memory for `count` chunks: uint8 (count, layers, pages, heads, head_page_bytes)."""
+        return buffers.empty(self.layout, rectangle or self.rectangle, count)
+
+    # --- look-up -----------------------------------------------------------------------------------------
+
+    def match(self, keys: Keys, *, rectangle: Rectangle | None = None, deadline_s: float = 1.0) -> Match:
+        """How many leading chunks are there, on the own host's node and on the best node. Keeps and pins nothing."""
+        self._check(keys)
+        wanted = rectangle or self.rectangle
+        host = self._client.host()
+        local = host.reader.find(keys, wanted).run if host is not None else 0
+        pool = local
+        if local < len(keys):
+            pool = max([local, *(match.run for match in self._client.nodes_with(keys, wanted))])
+        return Match(local, pool, keys.tokens_of_first(local), keys.tokens_of_first(pool))
+
+    # --- read --------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        keys: Keys,
+        into: Any,
+        *,
+        rectangle: Rectangle | None = None,
+        deadline_s: float = 5.0,
+        ticket: Ticket | None = None,
+    ) -> ReadResult:
+        """Deliver the longest prefix of `keys` that the pool holds, within `deadline_s` seconds.
+
+        `into`: uint8 array or CPU tensor (n, layers, pages, heads, head_page_bytes) of the rectangle (default: the
+        rank's own), or a `Destination`. With a ticket its nodes are asked first and keys that are still being
+        written are waited for. Raises LayoutMismatch for a destination that does not fit; everything else that can
+        go wrong is a reason in the result.
+        """
+        self._check(keys)
+        end_s = time.monotonic() + deadline_s
+        wanted = rectangle or self.rectangle
+        self.layout.check_rectangle(wanted)
+        destination = buffers.as_destination(into, self.layout, wanted, len(keys))
+        reading = _Reading(self, keys, wanted, destination, end_s)
+        reading.from_host(ticket)
+        if ticket is not None and not reading.complete:
+            reading.from_ticket(ticket)
+        if not reading.complete:
+            reading.from_others()
+        return reading.result()
+
+    def prefetch(self, keys: Keys, *, deadline_s: float = 30.0) -> Future[ReadResult]:
+        """Bring chunks that other nodes hold to the own host's node, in the background.
+
+        The result says how many leading chunks the own node holds afterwards. Its `reason` is why not more.
+        """
+        self._check(keys)
+        return self._client.background().submit(self._prefetch, keys, deadline_s)
+
+    def _prefetch(self, keys: Keys, deadline_s: float) -> ReadResult:
+        before = self.match(keys)
+        if before.local_chunks == before.pool_chunks:
+            reason = MissReason.ABSENT if before.local_chunks < len(keys) else None
+            return ReadResult(before.local_chunks, before.local_tokens, before.local_chunks, 0, reason)
+        head = keys.slice(0, before.pool_chunks)
+        pages = self.empty(len(head))
+        result = self.read(head, pages, deadline_s=deadline_s)
+        stored = self.write(keys.slice(0, result.chunks), pages[: result.chunks], deadline_s=deadline_s)
+        visible = stored.visible
+        return ReadResult(
+            visible,
+            keys.tokens_of_first(visible),
+            result.local_chunks,
+            result.remote_chunks,
+            result.reason if visible == len(keys) or result.reason else MissReason.ABSENT,
+            result.bytes_by_path,
+        )
+
+    # --- write and remove --------------------------------------------------------------------------------
+
+    def write(
+        self,
+        keys: Keys,
+        source: Any,
+        *,
+        deadline_s: float = 10.0,
+        for_ticket: Ticket | None = None,
+        node: NodeInfo | str | None = None,
+    ) -> WriteResult:
+        """Store the rank's rectangle of these chunks on the own host's node, or on `node` (or its gRPC address).
+
+        `keys` must start at the beginning of the prompt, so that missing ancestors are stored too. `source`: array or
+        tensor like `read`'s, or a `Source`. A node that shares no memory with this process gets the pages by gRPC;
+        then they are not pinned for the ticket. Raises SessionLost, Unreachable, DeadlineExceeded.
+        """
+        self._check(keys)
+        target = self._client.write_target(node, deadline_s)
+        if target is not None:
+            return self._write_remote(target, keys, source, time.monotonic() + deadline_s, for_ticket)
+        pending = self.begin_write(keys, for_ticket=for_ticket, deadline_s=deadline_s)
+        with pending:
+            pages = buffers.as_source(source, self.layout, self.rectangle, len(keys))
+            pending.put_layers(self.rectangle.layer_start, self.rectangle.layer_stop, pages)
+            return pending.commit()
+
+    def _write_remote(
+        self, target: NodeInfo, keys: Keys, source: Any, end_s: float, for_ticket: Ticket | None
+    ) -> WriteResult:
+        if for_ticket is not None:
+            self._client.counters.add("writes_not_pinned")
+        filled = buffers.as_source(source, self.layout, self.rectangle, len(keys))
+        written_here = tuple(self._written_here)
+        return write_remote(
+            self._client, target, self.namespace, self.geometry, written_here, self.shard, keys, filled, end_s
+        )
+
+    def begin_write(self, keys: Keys, *, for_ticket: Ticket | None = None, deadline_s: float = 30.0) -> PendingWrite:
+        """Reserve; the caller fills what is granted and commits. See `PendingWrite`."""
+        self._check(keys)
+        host = self._client.host()
+        if host is None:
+            raise Unreachable("there is no node on this host to write to; start `kvstore node` here")
+        if not host.writable:
+            raise InvalidRequest("the node gave this process read-only memory (no pidfd); it cannot write")
+        end_s = time.monotonic() + deadline_s
+        ticket_id = for_ticket.id if for_ticket is not None else b""
+        answer = host.api.reserve(keys, self.shard, ticket_id, deadline_s)
+        return PendingWrite(host, self.layout, self.rectangle, keys, answer, end_s, self._checksums)
+
+    def remove(self, keys: Keys, *, deadline_s: float = 5.0) -> int:
+        """Remove these chunks and everything below them from the own host's node; returns how many went."""
+        self._check(keys)
+        host = self._client.host()
+        if host is None:
+            raise Unreachable("there is no node on this host")
+        return host.api.remove(self.namespace.id, list(keys), deadline_s)
+
+    def release(self, ticket: Ticket, *, deadline_s: float = 1.0) -> None:
+        """The handoff has been read: end its pins on all its nodes. Failing that they run out within a minute."""
+        for rank in ticket.ranks:
+            try:
+                info = self._client.node_info(rank.node_id, rank.epoch)
+                host = self._client.host()
+                if host is not None and host.info.node_id == info.node_id:
+                    host.api.release((), [ticket.id], deadline_s)
+                else:
+                    self._client.peer(info, deadline_s).api.release((), [ticket.id], deadline_s)
+            except KvStoreError:
+                self._client.counters.add("tickets_left_to_run_out")
+
+    def _check(self, keys: Keys) -> None:
+        self._client.check_process()
+        if keys.namespace_id != self.namespace.id:
+            raise InvalidRequest("these keys belong to another namespace")
+
+
+class _Reading:
+    """One read under way: which chunks are done, from where, and why it stopped."""
+
+    def __init__(self, cache: Cache, keys: Keys, wanted: Rectangle, destination: Destination, end_s: float) -> None:
+        self._cache = cache
+        self._client = cache._client
+        self._keys = keys
+        self._wanted = wanted
+        self._destination = destination
+        self._end_s = end_s
+        self._done = self._local = 0
+        self._reason: MissReason | None = MissReason.ABSENT
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def complete(self) -> bool:
+        """True if all chunks are delivered."""
+        return self._done == len(self._keys)
+
+    def _left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def from_host(self, ticket: Ticket | None) -> None:
+        """The own host's node, by shared memory; with a ticket of this node its writer is waited for."""
+        host = self._client.host()
+        if host is None:
+            named = self._client.node
+            if named is not None:  # a node was named, but not to share memory with
+                ours = ticket is not None and any(rank.node_id == named.node_id for rank in ticket.ranks)
+                self._read_peer(
+                    named, ticket.id if ticket is not None and ours else b"", HANDOFF_WAIT_MS if ours else 0
+                )
+            return
+        self._read_host(host)
+        waits = ticket is not None and any(rank.node_id == host.info.node_id for rank in ticket.ranks)
+        if ticket is not None and waits and not self.complete and self._left_s() > 0:
+            try:
+                host.api.acquire(self._keys, self._wanted, 0, ticket.id, HANDOFF_WAIT_MS, self._left_s())
+            except KvStoreError:
+                self._reason = MissReason.UNREACHABLE
+                return
+            self._read_host(host)
+
+    def _read_host(self, host: HostNode) -> None:
+        rest = self._keys.slice(self._done, len(self._keys)) if self._done else self._keys
+        into = self._destination if not self._done else _Shifted(self._destination, self._done)
+        result = read_local(host, self._cache.layout, rest, self._wanted, into, self._end_s)
+        self._done += result.chunks
+        self._local += result.chunks
+        self._reason = result.reason
+        if result.retries:
+            self._client.counters.add("fence_retries", result.retries)
+        if result.chunks:
+            self._bytes["shm"] += result.chunks * self._cache.layout.payload_bytes(self._wanted)
+            host.touch(self._keys.blob[: self._done * 16])
+
+    def from_ticket(self, ticket: Ticket) -> None:
+        """The nodes that the ticket names, waiting for what is still being written."""
+        for rank in ticket.ranks:
+            if self.complete or self._left_s() <= 0:
+                return
+            host = self._client.host()
+            if host is not None and rank.node_id == host.info.node_id:
+                continue
+            try:
+                info = self._client.node_info(rank.node_id, rank.epoch)
+            except KvStoreError:
+                self._reason = MissReason.UNREACHABLE
+                continue
+            self._read_peer(info, ticket.id, HANDOFF_WAIT_MS)
+
+    def from_others(self) -> None:
+        """Nodes that the index names, the longest run first; another one where the first fails."""
+        tried: set[str] = set()
+        while not self.complete and self._left_s() > 0:
+            matches = self._client.nodes_with(self._keys, self._wanted)
+            better = [m.node for m in matches if m.run > self._done and m.node.node_id not in tried]
+            if not better:
+                return
+            tried.add(better[0].node_id)
+            self._read_peer(better[0], b"", 0)
+
+    def _read_peer(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> None:
+        for _ in range(FENCE_RETRIES):
+            if self.complete:
+                return
+            if self._left_s() <= 0:
+                self._reason = MissReason.DEADLINE
+                return
+            result = self._read_peer_once(info, ticket_id, wait_ms)
+            self._done += result.chunks
+            self._reason = result.reason
+            self._bytes[self._client._tcp.name] += result.payload_bytes
+            if result.reason is MissReason.SESSION_LOST:  # it ran out while this client was idle: open another
+                self._client.drop_peer(info.node_id, info.epoch)
+            elif result.reason is not MissReason.FENCE:
+                break
+        if self._reason in _GONE:
+            self._client.drop_peer(info.node_id, info.epoch)
+
+    def _read_peer_once(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> RemoteRead:
+        try:
+            peer = self._client.peer(info, self._left_s())
+        except KvStoreError:
+            return RemoteRead(0, MissReason.UNREACHABLE, 0)
+        return read_remote(
+            peer,
+            self._client.staging,
+            self._cache.namespace,
+            self._keys.slice(self._done, len(self._keys)),
+            self._wanted,
+            self._destination,
+            self._done,
+            self._end_s,
+            self._client.background(),
+            ticket_id=ticket_id,
+            wait_ms=wait_ms,
+        )
+
+    def result(self) -> ReadResult:
+        """Count and answer."""
+        keys, done = self._keys, self._done
+        reason = None if self.complete else self._reason
+        if reason is not None and self._left_s() <= 0:
+            reason = MissReason.DEADLINE
+        local_tokens, tokens = keys.tokens_of_first(self._local), keys.tokens_of_first(done)
+        self._client.counters.read(
+            local_tokens=local_tokens,
+            remote_tokens=tokens - local_tokens,
+            missed_tokens=keys.token_count - tokens,
+            reason=reason,
+        )
+        for path, count in self._bytes.items():
+            self._client.counters.add(f"read_bytes_{path}", count)
+        return ReadResult(done, tokens, self._local, done - self._local, reason, dict(self._bytes))
+
+
+class _Shifted:
+    """A destination whose first chunk is chunk `by` of another."""
+
+    def __init__(self, destination: Destination, by: int) -> None:
+        self._destination = destination
+        self._by = by
+
+    def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
+        """See Destination."""
+        self._destination.scatter(self._by + index, piece, layer_start, head_start)

@@ -1,0 +1,66 @@
+"""The node of the own host, as the client uses it: mapped memory for the bytes, `NodeApi` for the verbs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvstore.client.values import Bytes
+from kvstore.model.values import NodeInfo
+from kvstore.node import NodeApi
+from kvstore.node.lookup import CatalogReader
+from kvstore.node.remote import RemoteNode
+from kvstore.transport.shm import SharedNode
+
+
+class HostNode(Protocol):
+    """A session with the own host's node. Thread-safe."""
+
+    info: NodeInfo
+    api: NodeApi
+    arena: Bytes
+    reader: CatalogReader
+    writable: bool
+
+    @property
+    def alive(self) -> bool:
+        """False once the session has ended."""
+
+    def touch(self, prefix: bytes) -> None:
+        """These keys (16 bytes each, head first) were used. Never blocks; dropped when too many wait."""
+
+    def flush(self, deadline_s: float) -> None:
+        """Return when the node has seen all touches so far."""
+
+    def close(self) -> None:
+        """End the session."""
+
+
+class SocketHost:
+    """A node in another process of this host: its Unix socket's session, which its gRPC calls name."""
+
+    def __init__(self, path: str, name: str, deadline_s: float = 5.0) -> None:
+        self._shared = SharedNode.connect(path, name, deadline_s)
+        self.info = self._shared.info
+        self.arena = self._shared.arena
+        self.reader = self._shared.reader
+        self.writable = self._shared.writable
+        self._remote = RemoteNode(self.info.control_address, self._shared.session)
+        self.api: NodeApi = self._remote
+
+    @property
+    def alive(self) -> bool:
+        """False once the session has ended."""
+        return self._shared.alive
+
+    def touch(self, prefix: bytes) -> None:
+        """See HostNode."""
+        self._shared.touch(prefix)
+
+    def flush(self, deadline_s: float) -> None:
+        """See HostNode."""
+        self._shared.flush(deadline_s)
+
+    def close(self) -> None:
+        """End the session and its channel."""
+        self._shared.close()
+        self._remote.close()

@@ -1,0 +1,80 @@
+"""What calls of the client return, and the two protocols of callers that copy pages themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.values import MissReason, Outcome
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Leading chunks (and their tokens) on the own host's node, and on the best node of the pool."""
+
+    local_chunks: int
+    pool_chunks: int
+    local_tokens: int
+    pool_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """`chunks` leading chunks were delivered; what lies behind them in the destination is undefined.
+
+    `reason`: why the next chunk was not, None if all were. `bytes_by_path`: payload bytes by transport name.
+    """
+
+    chunks: int
+    tokens: int
+    local_chunks: int
+    remote_chunks: int
+    reason: MissReason | None
+    bytes_by_path: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """`outcomes` are parallel to the keys written."""
+
+    outcomes: Sequence[Outcome]
+
+    @property
+    def stored(self) -> int:
+        """Chunks that this call made visible."""
+        return sum(outcome is Outcome.COMMITTED for outcome in self.outcomes)
+
+    @property
+    def visible(self) -> int:
+        """Leading chunks that are visible now, whoever stored them."""
+        for index, outcome in enumerate(self.outcomes):
+            if outcome not in (Outcome.COMMITTED, Outcome.PRESENT):
+                return index
+        return len(self.outcomes)
+
+
+class Destination(Protocol):
+    """Takes pages out of pool memory."""
+
+    def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
+        """Copy `piece` (uint8 view, (layers, pages, heads, head_page_bytes)) of chunk `index` to its place.
+
+        `layer_start` and `head_start` are the piece's first layer and head in the model. The view ends with the
+        call. A chunk may be delivered again after a failed fence; the last delivery counts.
+        """
+
+
+class Source(Protocol):
+    """Puts pages into pool memory."""
+
+    def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
+        """Fill `slot` (writable uint8 view, (layers, pages, heads, head_page_bytes)) with chunk `index`.
+
+        `layer_start` and `head_start` as in `Destination.scatter`. Unused tokens of a partial chunk are zero.
+        """

@@ -1,0 +1,189 @@
+"""Writing to the own host's node: Reserve, copy into the slots, Commit with checksums.
+
+The source is kept until the last Commit: a key that somebody else was writing may come back free, and is then
+written from the same source. Slots are written only between the grant and the end of the reservation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.host import HostNode
+from kvstore.client.values import Bytes, Source, WriteResult
+from kvstore.errors import InvalidRequest, KvStoreError, SessionLost
+from kvstore.model import checksum
+from kvstore.model.layout import PageLayout, Rectangle
+from kvstore.model.prefix import Keys
+from kvstore.model.values import Outcome
+from kvstore.node import CommitAnswer, ReserveAnswer
+
+UNIT_BYTES = 4096
+_ROUNDS = 3
+"""Second looks at keys in progress; what is still in progress then is left to its writer."""
+_ABORT_S = 1.0
+"""Least time for giving a reservation back, in seconds."""
+
+
+@dataclass(slots=True)
+class _Filled:
+    """Which layers of a granted chunk are written (one bit a layer), and their checksums (layers, heads)."""
+
+    layers: int
+    table: npt.NDArray[np.uint64] | None
+
+
+@dataclass(slots=True)
+class PendingWrite:
+    """A reservation that the caller fills and commits, layer by layer if it likes.
+
+    `granted`: places in the keys that the caller must fill. Not thread-safe. Must end with `commit()` or
+    `abort()`; used as a context manager it aborts what was not committed.
+    """
+
+    host: HostNode
+    layout: PageLayout
+    rectangle: Rectangle
+    keys: Keys
+    answer: ReserveAnswer
+    deadline_s: float
+    checksums: bool = True
+    outcomes: list[Outcome] = field(init=False)
+    _slots: dict[int, int] = field(init=False)
+    _filled: dict[int, _Filled] = field(init=False, default_factory=dict)
+    _sources: dict[tuple[int, int, int], Source] = field(init=False, default_factory=dict)
+    _ended: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.outcomes = list(self.answer.outcomes)
+        self._slots = {i: slot for i, slot in enumerate(self.answer.slots) if self.outcomes[i] is Outcome.GRANTED}
+
+    def __enter__(self) -> PendingWrite:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._ended:
+            return
+        try:
+            self.abort()
+        except KvStoreError:
+            if error is None:  # else the first failure is the one to tell of
+                raise
+
+    @property
+    def granted(self) -> tuple[int, ...]:
+        """Places in the keys that are reserved for this caller and not committed yet."""
+        return tuple(self._slots)
+
+    def put_layers(
+        self, layer_start: int, layer_stop: int, source: Source, chunks: Sequence[int] | None = None
+    ) -> None:
+        """Copy layers [layer_start, layer_stop) (numbers of the model) of the granted chunks out of `source`.
+
+        `chunks`: places in the keys; None = all granted. Places that are not granted are skipped. The source must
+        stay as it is until `commit()`. Raises SessionLost if the node has gone.
+        """
+        if not self.rectangle.layer_start <= layer_start < layer_stop <= self.rectangle.layer_stop:
+            raise InvalidRequest(f"layers {layer_start}..{layer_stop} do not lie in {self.rectangle}")
+        self._sources[layer_start, layer_stop, id(source)] = source
+        if not self.host.alive:
+            raise SessionLost("the node's session ended; what was not committed is lost")
+        for index in self._slots if chunks is None else chunks:
+            if index in self._slots:
+                self._put(index, layer_start, layer_stop, source)
+
+    def _put(self, index: int, layer_start: int, layer_stop: int, source: Source) -> None:
+        first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
+        pages = self._payload(index).reshape(self.layout.shape(self.rectangle))[first:last]
+        source.gather(index, pages, layer_start, self.rectangle.head_start)
+        filled = self._filled.get(index)
+        if filled is None:
+            filled = self._filled[index] = _Filled(0, None)
+        if self.checksums:
+            part = Rectangle(layer_start, layer_stop, self.rectangle.head_start, self.rectangle.head_stop)
+            table = checksum.table_of(pages.reshape(-1), self.layout, part)
+            if filled.table is None:
+                filled.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
+            filled.table[first:last] = table
+        filled.layers |= (1 << last) - (1 << first)
+
+    def commit(self, upto: int | None = None) -> WriteResult:
+        """Make filled chunks visible.
+
+        `upto`: only places below it, and the reservation goes on; None: all, and it ends.
+        A granted chunk that is not filled in all layers is given back at the end. Keys that others were writing are
+        looked at again at the end and written too if they came free.
+        """
+        last = upto is None
+        self._commit([i for i in self._slots if upto is None or i < upto], last)
+        rounds = 0
+        while last and self._slots and rounds < _ROUNDS:
+            rounds += 1
+            for (layer_start, layer_stop, _), source in list(self._sources.items()):
+                self.put_layers(layer_start, layer_stop, source, tuple(self._slots))
+            self._commit(list(self._slots), last)
+        if last and self._slots:
+            self.abort()
+        self._ended = self._ended or last
+        return WriteResult(tuple(self.outcomes))
+
+    def _ready(self, places: Sequence[int]) -> list[int]:
+        whole = (1 << self.rectangle.layers) - 1
+        return [i for i in places if i in self._filled and self._filled[i].layers == whole]
+
+    def _commit(self, places: list[int], last: bool) -> None:
+        ready = self._ready(places)
+        if not self.answer.attempt or (not ready and not last):
+            return
+        hashes = [self._write_table(index) for index in ready]
+        answer = self.host.api.commit(self.answer.attempt, ready, hashes, last, self._left())
+        self._note(ready, answer, last)
+
+    def _note(self, ready: list[int], answer: CommitAnswer, last: bool) -> None:
+        for index, outcome in zip(ready, answer.outcomes, strict=True):
+            self.outcomes[index] = outcome
+            self._slots.pop(index)
+            self._filled.pop(index)
+        if last:
+            for index in self._slots:  # not filled: given back
+                self.outcomes[index] = Outcome.REFUSED_STALE
+            self._slots = {}
+            for index, outcome, slot in answer.waiting:
+                self.outcomes[index] = outcome
+                if outcome is Outcome.GRANTED:
+                    self._slots[index] = slot
+        if any(outcome is Outcome.REFUSED_STALE for outcome in answer.outcomes):
+            # The reservation ended under us, or a part of it was removed. The abort says that we have stopped
+            # writing, so no slot of it may be written after this.
+            self.abort()
+
+    def abort(self) -> None:
+        """Give everything back that was not committed."""
+        self._ended = True
+        for index in self._slots:
+            self.outcomes[index] = Outcome.REFUSED_STALE
+        self._slots = {}
+        if self.answer.attempt:
+            # Also after the deadline: what is not given back stays reserved as long as the session lives.
+            self.host.api.abort(self.answer.attempt, max(_ABORT_S, self._left()))
+
+    def _payload(self, index: int) -> Bytes:
+        start = self._slots[index] * UNIT_BYTES
+        return self.host.arena[start : start + self.layout.payload_bytes(self.rectangle)]
+
+    def _write_table(self, index: int) -> int:
+        """Put the checksum table behind the payload; returns its hash, 0 without checksums."""
+        table = self._filled[index].table
+        if table is None:
+            return 0
+        start = self._slots[index] * UNIT_BYTES + self.layout.payload_bytes(self.rectangle)
+        self.host.arena[start : start + table.nbytes] = table.view(np.uint8).ravel()
+        return checksum.table_hash(table)
+
+    def _left(self) -> float:
+        return max(0.001, self.deadline_s - time.monotonic())

@@ -1,0 +1,123 @@
+"""Small values that cross the seams of the project: outcomes, reasons, tickets, what a node is."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Rectangle
+
+
+class Tier(enum.IntEnum):
+    """Where bytes lie. The number is stored in catalog entries and events."""
+
+    DRAM = 1
+    SSD = 2
+    GPU = 3
+    ENGINE_HBM = 4
+
+
+class MissReason(enum.StrEnum):
+    """Why a chunk was not delivered. Every miss has exactly one reason and is counted under it."""
+
+    ABSENT = "absent"
+    """No node that was asked holds it."""
+    NOT_COVERED = "not_covered"
+    """Some shards are there, but not all that the wanted rectangle needs."""
+    IN_PROGRESS = "in_progress"
+    """A writer has reserved it and did not commit in time."""
+    FENCE = "fence"
+    """Its slot was reused during the read, also after retries."""
+    EXPIRED = "expired"
+    """The lease or ticket had ended."""
+    CHECKSUM = "checksum"
+    """The bytes differ from what the writer stored."""
+    COLLISION = "collision"
+    """Same key, other tokens or other parent."""
+    DEADLINE = "deadline"
+    """The deadline passed first."""
+    STAGING_FULL = "staging_full"
+    """No staging slot became free before the deadline."""
+    UNREACHABLE = "unreachable"
+    """The node that has it did not answer."""
+    SESSION_LOST = "session_lost"
+    """The node's session ended during the read."""
+    PARENT_MISS = "parent_miss"
+    """A chunk before it was a miss; later chunks are of no use."""
+
+
+class Outcome(enum.IntEnum):
+    """Answer of Reserve and Commit for one key."""
+
+    GRANTED = 1
+    """A slot is reserved for the caller."""
+    PRESENT = 2
+    """Committed shards already cover the asked rectangle."""
+    IN_PROGRESS = 3
+    """Another writer has it reserved; keep the source until your own Commit."""
+    COMMITTED = 4
+    """Only from Commit: your bytes are visible."""
+    REFUSED_FULL = 16
+    """No slot could be freed (everything is leased, pinned or reserved)."""
+    REFUSED_CATALOG_FULL = 17
+    """Both catalog buckets are full."""
+    REFUSED_PARENT_MISSING = 18
+    """The chunk before it is neither stored nor granted."""
+    REFUSED_SESSION_LIMIT = 19
+    """Reserved plus quarantined bytes of the session would pass its bound."""
+    REFUSED_STALE = 20
+    """Only from Commit: the reservation had ended."""
+    REFUSED_COLLISION = 21
+    """The key is stored for other tokens or another parent."""
+
+    @property
+    def refused(self) -> bool:
+        """True for every REFUSED outcome."""
+        return self >= Outcome.REFUSED_FULL
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself; `epoch` is new at every start."""
+
+    node_id: str
+    epoch: int
+    host_id: str
+    control_address: str
+    """gRPC, host:port."""
+    data_address: str
+    """tcp transport, host:port."""
+    socket_path: str = ""
+    """Unix socket of the session hand-shake, empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRank:
+    """One writing rank of a handoff: its node, that node's epoch, the rectangle it writes."""
+
+    node_id: str
+    epoch: int
+    rectangle: Rectangle
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A handoff that can be named before its chunks are committed, because keys are known beforehand.
+
+    `id` (16 bytes) names the pins that the commits leave on the nodes: released by the reader, or after 60 s.
+    """
+
+    id: bytes
+    namespace_id: bytes
+    first_key: bytes
+    last_key: bytes
+    chunk_count: int
+    last_tokens: int
+    ranks: tuple[TicketRank, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if any(len(value) != 16 for value in (self.id, self.namespace_id, self.first_key, self.last_key)):
+            raise InvalidRequest("ids and keys of a ticket have 16 bytes")
+        if self.chunk_count < 1:
+            raise InvalidRequest("a ticket covers at least one chunk")

@@ -1,0 +1,100 @@
+"""The node: the daemon that owns one host's share of the pool.
+
+`NodeApi` is what a client needs of a node, as values; `kvstore.node.core` answers it, in the same process or
+behind gRPC (`kvstore.rpc.remote_node`). Below it, from pure to world: `slots`, `chunks`, `catalog`, `pool`,
+`reservations`, `holds`, `core`, `sessions`, `server`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.model.layout import Geometry, Rectangle
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Keys
+from kvstore.model.values import MissReason, Outcome
+
+RESERVATION_LIFETIME_MS = 30_000
+TICKET_LIFETIME_MS = 60_000
+LEASE_LIMIT_MS = 60_000
+HANDOFF_WAIT_MS = 500
+KEYS_LIMIT = 65_536
+"""Most keys of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAnswer:
+    """`outcomes` and `slots` (4096-byte units, 0 where nothing was granted) are parallel to the keys."""
+
+    attempt: int
+    outcomes: list[Outcome]
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAnswer:
+    """`outcomes` are parallel to the indices committed. `waiting`: (index, outcome, slot) of keys that were in
+    progress at Reserve; a GRANTED one has a slot and waits for another Commit of the same attempt."""
+
+    outcomes: list[Outcome]
+    waiting: list[tuple[int, Outcome, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlace:
+    """One stored shard that a read needs. `slot` is in 4096-byte units of the arena."""
+
+    index: int
+    shard: int
+    slot: int
+    generation: int
+    table_hash: int
+    rectangle: Rectangle
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireAnswer:
+    """`run` chunks from the first are covered; `places` lie in chunk order. `lease` 0 = nothing is leased."""
+
+    run: int
+    places: list[ShardPlace]
+    lease: int
+    lease_ms: int
+    reason: MissReason | None
+    epoch: int
+
+
+class NodeApi(Protocol):
+    """A node as seen by one session. Every call is bounded by `deadline_s` (a duration).
+
+    Raises StaleReference/SessionLost, NotFound (unknown namespace), Unreachable, DeadlineExceeded.
+    """
+
+    def register_namespace(
+        self, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int], deadline_s: float
+    ) -> None:
+        """Tell the node of a namespace and, for writers, how they cut its chunks. Idempotent."""
+
+    def reserve(self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float) -> ReserveAnswer:
+        """Ask for slots for one shard of each key of a whole chain. `ticket_id` may be empty."""
+
+    def commit(
+        self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool, deadline_s: float
+    ) -> CommitAnswer:
+        """Make written shards visible. `last`: what was granted and not committed is given back."""
+
+    def abort(self, attempt: int, deadline_s: float) -> None:
+        """Give all slots of a reservation back; the caller has stopped writing into them."""
+
+    def acquire(
+        self, keys: Keys, rectangle: Rectangle, lease_ms: int, ticket_id: bytes, wait_ms: int, deadline_s: float
+    ) -> AcquireAnswer:
+        """Resolve keys to slots, leased for `lease_ms` (0: a probe that keeps nothing)."""
+
+    def release(self, leases: Sequence[int], ticket_ids: Sequence[bytes], deadline_s: float) -> None:
+        """End leases and tickets. Unknown ones are no error."""
+
+    def remove(self, namespace_id: bytes, keys: Sequence[bytes], deadline_s: float) -> int:
+        """Remove keys and all below them. Returns how many chunks went."""

@@ -1,0 +1,374 @@
+"""The catalog: one node's table in shared memory, (key, shard) -> where the bytes are. Node side.
+
+The byte layout is fixed and written down in `docs/shared-memory.md`; readers in other processes map it
+read-only (`kvstore.node.lookup`). One writer: every store goes through `CatalogWriter`, in an order that keeps
+the law *publish after commit, withdraw before reuse*:
+
+    publish    slot generation even -> entry: generation odd, other words, generation even -> tag
+    withdraw   slot generation raised (odd) -> tag cleared -> entry generation odd, other words cleared
+
+A generation is `epoch (20 bits) | counter (43 bits) | busy (1 bit)`; the counter lives in the header and never
+repeats, also across a restart of the worker. Odd = the slot is free or being written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import CapacityExhausted, LayoutMismatch, LimitExceeded
+from kvstore.model.layout import Geometry
+from kvstore.model.namespace import Namespace
+
+MAGIC: Final = int.from_bytes(b"KVSTCAT1", "little")
+LAYOUT_VERSION: Final = 1
+UNIT_BYTES: Final = 4096
+"""Slots are named by their offset in the arena in these units."""
+ENTRY_WORDS: Final = 8
+BUCKET_ENTRIES: Final = 4
+RECORD_WORDS: Final = 8
+NAMESPACE_LIMIT: Final = 4096
+GEOMETRY_LIMIT: Final = 512
+GEOMETRY_WORDS: Final = 2 + 256
+"""A geometry record: namespace number u32 | digest u32, rectangle count u64, then one u64 a rectangle."""
+
+SHARD_MIX_0: Final = 0x9E3779B97F4A7C15
+SHARD_MIX_1: Final = 0xC2B2AE3D27D4EB4F
+"""Odd constants that spread the shard id over the two hash words of a key."""
+
+_WORD = 1 << 64
+
+
+class Header:
+    """Word numbers in the header page."""
+
+    MAGIC: Final = 0
+    VERSION: Final = 1
+    EPOCH: Final = 2
+    ARENA_BYTES: Final = 3
+    BUCKETS: Final = 4
+    UNITS: Final = 5
+    TAGS_OFFSET: Final = 6
+    ENTRIES_OFFSET: Final = 7
+    GENERATIONS_OFFSET: Final = 8
+    RECORDS_OFFSET: Final = 9
+    NAMESPACES_OFFSET: Final = 10
+    GEOMETRIES_OFFSET: Final = 11
+    TOTAL_BYTES: Final = 12
+    DIRECTORY_VERSION: Final = 13
+    NAMESPACES: Final = 14
+    GEOMETRIES: Final = 15
+    COUNTER: Final = 16
+    SERVING: Final = 17
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogShape:
+    """Sizes and offsets (bytes) of a catalog for `slot_count` slots over an arena of `arena_bytes`."""
+
+    arena_bytes: int
+    buckets: int
+    units: int
+    namespaces_offset: int
+    geometries_offset: int
+    tags_offset: int
+    entries_offset: int
+    generations_offset: int
+    records_offset: int
+    total_bytes: int
+
+    @classmethod
+    def make(cls, arena_bytes: int, slot_count: int) -> CatalogShape:
+        """Twice as many entries as slots, the number of buckets rounded up to a power of two."""
+        buckets = 1 << max(4, (2 * slot_count // BUCKET_ENTRIES - 1).bit_length())
+        units = -(-arena_bytes // UNIT_BYTES)
+        sizes = (
+            UNIT_BYTES,  # header
+            NAMESPACE_LIMIT * 16,
+            GEOMETRY_LIMIT * GEOMETRY_WORDS * 8,
+            buckets * 8,
+            buckets * BUCKET_ENTRIES * ENTRY_WORDS * 8,
+            units * 8,
+            units * RECORD_WORDS * 8,
+        )
+        offsets = [0]
+        for size in sizes:
+            offsets.append(offsets[-1] + -(-size // UNIT_BYTES) * UNIT_BYTES)
+        _, namespaces, geometries, tags, entries, generations, records, total = offsets
+        return cls(arena_bytes, buckets, units, namespaces, geometries, tags, entries, generations, records, total)
+
+    @classmethod
+    def read(cls, header: npt.NDArray[np.uint64]) -> CatalogShape:
+        """From a mapped header; raises LayoutMismatch if this is no catalog of this version."""
+        word = [int(value) for value in header[:18]]
+        if word[Header.MAGIC] != MAGIC:
+            raise LayoutMismatch("not a kvstore catalog")
+        if word[Header.VERSION] != LAYOUT_VERSION:
+            raise LayoutMismatch(
+                f"catalog layout version {word[Header.VERSION]}, this library reads {LAYOUT_VERSION}; "
+                "update the older side and restart the node"
+            )
+        return cls(
+            word[Header.ARENA_BYTES],
+            word[Header.BUCKETS],
+            word[Header.UNITS],
+            word[Header.NAMESPACES_OFFSET],
+            word[Header.GEOMETRIES_OFFSET],
+            word[Header.TAGS_OFFSET],
+            word[Header.ENTRIES_OFFSET],
+            word[Header.GENERATIONS_OFFSET],
+            word[Header.RECORDS_OFFSET],
+            word[Header.TOTAL_BYTES],
+        )
+
+
+def create_catalog(shape: CatalogShape) -> tuple[int, mmap.mmap]:
+    """A memfd and its only writable mapping: sealed, so that no other process can map it for writing."""
+    fd = os.memfd_create("kvstore-catalog", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, shape.total_bytes)
+    memory = mmap.mmap(fd, shape.total_bytes)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    f_seal_future_write = 0x10  # not named by the fcntl module of Python 3.11
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | f_seal_future_write)
+    return fd, memory
+
+
+@dataclass(slots=True)  # not frozen: one is made for every commit, and freezing costs four times the rest
+class EntryValue:
+    """What an entry says of one committed shard."""
+
+    key: bytes
+    shard: int
+    namespace_number: int
+    tier: int
+    slot: int
+    length: int
+    generation: int
+    parent_fingerprint: int
+    fingerprint: int
+    token_count: int
+    table_hash: int
+
+    def words(self) -> tuple[int, ...]:
+        """The eight u64 words of the entry."""
+        return (
+            int.from_bytes(self.key[:8], "little"),
+            int.from_bytes(self.key[8:], "little"),
+            self.parent_fingerprint,
+            self.generation,
+            self.table_hash,
+            self.slot | self.length << 32,
+            self.shard | self.namespace_number << 32 | self.tier << 56,
+            (self.fingerprint & ((1 << 48) - 1)) | self.token_count << 48,
+        )
+
+
+class CatalogWriter:
+    """The only writer of a catalog. Synchronous, one owner. Entries never move."""
+
+    def __init__(self, memory: mmap.mmap, shape: CatalogShape, epoch: int) -> None:
+        self.shape = shape
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+        self._tags = memoryview(memory)[shape.tags_offset : shape.tags_offset + shape.buckets * 8].cast("H")
+        self._entries_word = shape.entries_offset // 8
+        self._generations_word = shape.generations_offset // 8
+        self._records_word = shape.records_offset // 8
+        self._claimed = bytearray(shape.buckets * BUCKET_ENTRIES)
+        self.claimed_count = 0
+        self.namespaces: list[bytes] = []
+        self.geometries: list[tuple[int, Geometry]] = []
+        self._store: Callable[[int, int], None] = self._words.__setitem__
+        self._store_tag: Callable[[int, int], None] = self._tags.__setitem__
+        self._write_header(epoch)
+
+    def _write_header(self, epoch: int) -> None:
+        shape, words = self.shape, self._words
+        words[Header.SERVING] = 0
+        for number, value in (
+            (Header.VERSION, LAYOUT_VERSION),
+            (Header.EPOCH, epoch),
+            (Header.ARENA_BYTES, shape.arena_bytes),
+            (Header.BUCKETS, shape.buckets),
+            (Header.UNITS, shape.units),
+            (Header.TAGS_OFFSET, shape.tags_offset),
+            (Header.ENTRIES_OFFSET, shape.entries_offset),
+            (Header.GENERATIONS_OFFSET, shape.generations_offset),
+            (Header.RECORDS_OFFSET, shape.records_offset),
+            (Header.NAMESPACES_OFFSET, shape.namespaces_offset),
+            (Header.GEOMETRIES_OFFSET, shape.geometries_offset),
+            (Header.TOTAL_BYTES, shape.total_bytes),
+            (Header.MAGIC, MAGIC),
+        ):
+            words[number] = value
+        self.epoch = epoch
+        words[Header.SERVING] = 1
+
+    # --- generations -------------------------------------------------------------------------------------
+
+    def raise_generation(self, slot: int) -> int:
+        """Give the slot a new odd generation, so that every older reference to it fails. Returns it."""
+        counter = self._words[16] + 1  # Header.COUNTER
+        self._words[16] = counter
+        generation = (self.epoch & 0xFFFFF) << 44 | (counter & ((1 << 43) - 1)) << 1 | 1
+        self._store(self._generations_word + slot, generation)
+        return generation
+
+    def generation(self, slot: int) -> int:
+        """The slot's generation word."""
+        return int(self._words[self._generations_word + slot])
+
+    # --- entries -----------------------------------------------------------------------------------------
+
+    def claim(self, key: bytes, shard: int) -> int | None:
+        """Keep an entry for (key, shard), still invisible. None if both buckets are full."""
+        entry, least = None, BUCKET_ENTRIES
+        for bucket in _buckets(key, shard, self.shape.buckets - 1):
+            used = self._claimed[bucket * BUCKET_ENTRIES : (bucket + 1) * BUCKET_ENTRIES]
+            load = sum(used)
+            if load < least:
+                entry, least = bucket * BUCKET_ENTRIES + used.index(0), load
+        if entry is not None:
+            self._claimed[entry] = 1
+            self.claimed_count += 1
+        return entry
+
+    def unclaim(self, entry: int) -> None:
+        """Give an invisible entry back."""
+        self._claimed[entry] = 0
+        self.claimed_count -= 1
+
+    def publish(self, entry: int, value: EntryValue) -> None:
+        """Make a committed shard visible. `value.generation` is even and becomes the slot's generation."""
+        store, at, words = self._store, self._entries_word + entry * ENTRY_WORDS, value.words()
+        store(self._generations_word + value.slot, value.generation)
+        store(at + 3, value.generation | 1)
+        for word in (0, 1, 2, 4, 5, 6, 7):
+            store(at + word, words[word])
+        store(at + 3, value.generation)
+        self._store_tag(entry, tag_of(value.key, value.shard))
+
+    def withdraw(self, entry: int, slot: int) -> int:
+        """Make a shard invisible before its slot is reused; gives the entry back. Returns the new generation."""
+        store, at = self._store, self._entries_word + entry * ENTRY_WORDS
+        generation = self.raise_generation(slot)
+        self._store_tag(entry, 0)
+        store(at + 3, generation)
+        for word in (0, 1, 2, 4, 5, 6, 7):
+            store(at + word, 0)
+        self.unclaim(entry)
+        return generation
+
+    # --- slot records ------------------------------------------------------------------------------------
+
+    def record(self, slot: int, state: int, namespace_number: int, attempt: int, owner: tuple[int, int], shard: int,
+               key: bytes, parent: bytes) -> None:  # fmt: skip
+        """Note what a slot is used for, so that a restarted worker knows what is being written."""
+        at, words = self._records_word + slot * RECORD_WORDS, self._words
+        words[at] = 0  # state first: a half-written record reads as free
+        words[at + 1] = attempt
+        words[at + 2] = owner[0] | shard << 32
+        words[at + 3] = owner[1]
+        words[at + 4] = int.from_bytes(key[:8], "little")
+        words[at + 5] = int.from_bytes(key[8:], "little")
+        words[at + 6] = int.from_bytes(parent[:8], "little")
+        words[at + 7] = int.from_bytes(parent[8:], "little")
+        words[at] = state | namespace_number << 32
+
+    def set_state(self, slot: int, state: int) -> None:
+        """Change only the state (u32, low half) of a slot's record."""
+        at = self._records_word + slot * RECORD_WORDS
+        self._words[at] = self._words[at] >> 32 << 32 | state
+
+    # --- directory ---------------------------------------------------------------------------------------
+
+    def add_namespace(self, namespace: Namespace) -> int:
+        """Number (1..4096) of the namespace; the same again for a known one."""
+        if namespace.id in self.namespaces:
+            return self.namespaces.index(namespace.id) + 1
+        if len(self.namespaces) >= NAMESPACE_LIMIT:
+            raise LimitExceeded(f"this node knows {NAMESPACE_LIMIT} namespaces already; remove some or restart it")
+        at = self.shape.namespaces_offset + len(self.namespaces) * 16
+        with self._directory():
+            self._memory[at : at + 16] = namespace.id
+            self.namespaces.append(namespace.id)
+            self._words[Header.NAMESPACES] = len(self.namespaces)
+        return len(self.namespaces)
+
+    def add_geometry(self, namespace_number: int, geometry: Geometry) -> None:
+        """List a geometry; raises LayoutMismatch if another one has the same 24-bit digest."""
+        for number, known in self.geometries:
+            if number == namespace_number and known.digest == geometry.digest:
+                if known != geometry:
+                    raise LayoutMismatch(
+                        f"geometries {known.canonical.decode()} and {geometry.canonical.decode()} have one digest; "
+                        "change one of them (for example the number of pipeline stages)"
+                    )
+                return
+        if len(self.geometries) >= GEOMETRY_LIMIT:
+            raise CapacityExhausted(f"this node knows {GEOMETRY_LIMIT} geometries already")
+        at = self.shape.geometries_offset // 8 + len(self.geometries) * GEOMETRY_WORDS
+        with self._directory():
+            self._words[at] = namespace_number | geometry.digest << 32
+            self._words[at + 1] = len(geometry.rectangles)
+            for place, r in enumerate(geometry.rectangles):
+                corners = r.layer_start | r.layer_stop << 16 | r.head_start << 32 | r.head_stop << 48
+                self._words[at + 2 + place] = corners
+            self.geometries.append((namespace_number, geometry))
+            self._words[Header.GEOMETRIES] = len(self.geometries)
+
+    def _directory(self) -> _DirectoryChange:
+        return _DirectoryChange(self._words)
+
+    def stop_serving(self) -> None:
+        """Tell readers that this table is dead; they drop their mappings."""
+        self._words[Header.SERVING] = 0
+
+    def close(self) -> None:
+        """Release the views, so that the mapping can be closed."""
+        self._tags.release()
+        self._words.release()
+
+    def check(self) -> None:
+        """Invariants: claimed entries are counted; every visible tag belongs to a claimed entry."""
+        assert sum(self._claimed) == self.claimed_count
+        visible = [entry for entry in range(len(self._claimed)) if self._tags[entry]]
+        assert all(self._claimed[entry] for entry in visible)
+
+
+class _DirectoryChange:
+    """Odd directory version while the directory changes (readers retry)."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def __enter__(self) -> None:
+        self._words[Header.DIRECTORY_VERSION] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._words[Header.DIRECTORY_VERSION] += 1
+
+
+def hash_words(key: bytes, shard: int) -> tuple[int, int]:
+    """The two hash words of (key, shard): key words, each xored with the shard spread over 64 bits."""
+    return (
+        int.from_bytes(key[:8], "little") ^ (shard * SHARD_MIX_0) % _WORD,
+        int.from_bytes(key[8:], "little") ^ (shard * SHARD_MIX_1) % _WORD,
+    )
+
+
+def tag_of(key: bytes, shard: int) -> int:
+    """16-bit tag, never 0: high bits of the first hash word."""
+    return hash_words(key, shard)[0] >> 48 | 1
+
+
+def _buckets(key: bytes, shard: int, mask: int) -> tuple[int, int]:
+    first, second = hash_words(key, shard)
+    return first & mask, second & mask

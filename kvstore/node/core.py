@@ -1,0 +1,416 @@
+"""All decisions of a node in one synchronous object with one owner. No I/O, no clock of its own.
+
+`NodeCore` joins the pool, the reservations and the holds under the verbs of `NodeApi`, adds sessions (who is
+asking, when do they end) and the numbered event list for the index. `server.py` and `assemble.open_local` put a
+world around it: event loop and sockets, or a lock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch, LimitExceeded, NotFound, SessionLost
+from kvstore.metadata import Batch, EventKind, IndexEvent
+from kvstore.model.layout import Geometry, Rectangle
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Keys
+from kvstore.model.values import MissReason, NodeInfo, Outcome, Tier
+from kvstore.node import (
+    KEYS_LIMIT,
+    LEASE_LIMIT_MS,
+    RESERVATION_LIFETIME_MS,
+    TICKET_LIFETIME_MS,
+    AcquireAnswer,
+    CommitAnswer,
+    ReserveAnswer,
+    ShardPlace,
+)
+from kvstore.node.catalog import CatalogWriter
+from kvstore.node.chunks import Chunk, KnownNamespace
+from kvstore.node.holds import Holds
+from kvstore.node.pool import Pool
+from kvstore.node.reservations import Attempt, Reservations, Writer
+from kvstore.node.slots import SlotAllocator
+
+SESSIONS_LIMIT = 4096
+REMOTE_IDLE_S = 120.0
+"""A session without a socket ends when no call named it for this long."""
+EVENTS_LIMIT = 200_000
+"""Index events kept for the publisher; beyond that it must send a snapshot."""
+
+
+_Event = tuple[EventKind, bytes, bytes, bytes, int]
+"""An IndexEvent without its tier, as a tuple: one is made for every commit and eviction."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client. `shared` sessions have a Unix socket and may hold grants; others only read."""
+
+    number: int
+    name: str
+    shared: bool
+    writer: Writer
+    last_call_s: float
+    open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """What the core needs to know of the configuration."""
+
+    eviction: str = "lru"
+    room_chunks: int = 0
+    session_share: float = 0.5
+    """A session's reserved plus quarantined bytes are at most this part of the tier."""
+
+
+class NodeCore:
+    """The node's verbs. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        catalog: CatalogWriter,
+        allocator: SlotAllocator,
+        clock: Callable[[], float],
+        settings: CoreSettings,
+    ) -> None:
+        self.info = info
+        self.pool = Pool(
+            catalog,
+            allocator,
+            clock=clock,
+            publish=self._publish,
+            eviction=settings.eviction,
+            room_chunks=settings.room_chunks,
+        )
+        seed = random.SystemRandom()
+        self.reservations = Reservations(self.pool, seed.getrandbits(47) << 16 | 1)
+        self.holds = Holds(allocator.arena_bytes)
+        self.sessions: dict[int, Session] = {}
+        self.on_commit: Callable[[], None] = lambda: None
+        self.on_event: Callable[[], None] = lambda: None
+        self._session_limit_bytes = int(allocator.arena_bytes * settings.session_share)
+        self._clock = clock
+        self._random = seed
+        self._events: deque[_Event] = deque()
+        self._first_sequence = 1
+        self._overflowed = False
+        self._geometries: list[tuple[bytes, Geometry]] = []
+
+    # --- sessions ----------------------------------------------------------------------------------------
+
+    def open_session(self, name: str, *, shared: bool, owner: tuple[int, int] = (0, 0)) -> Session:
+        """A new session. Raises CapacityExhausted over 4096."""
+        if len(self.sessions) >= SESSIONS_LIMIT:
+            raise CapacityExhausted(f"this node serves {SESSIONS_LIMIT} sessions already; close some clients")
+        number = self._random.getrandbits(63) | 1
+        session = Session(number, name, shared, Writer(number, owner, self._session_limit_bytes), self._clock())
+        self.sessions[number] = session
+        return session
+
+    def session(self, number: int) -> Session:
+        """The open session of that number; raises SessionLost."""
+        session = self.sessions.get(number)
+        if session is None or not session.open:
+            raise SessionLost("this session is not open on the node (it ended, or the node restarted); open a new one")
+        session.last_call_s = self._clock()
+        return session
+
+    def session_lost(self, number: int) -> None:
+        """The client's socket closed: its leases end, its grants wait in quarantine for the end of the process."""
+        session = self.sessions.get(number)
+        if session is None or not session.open:
+            return
+        session.open = False
+        self.holds.end_session(number)
+        for attempt in list(session.writer.attempts.values()):
+            self.reservations.quarantine(attempt)
+        if not session.writer.held_bytes:
+            del self.sessions[number]
+
+    def process_gone(self, number: int) -> None:
+        """The client's process is certainly gone (or never could write): free what it held."""
+        self.session_lost(number)
+        session = self.sessions.pop(number, None)
+        if session is not None:
+            self.reservations.writer_gone(session.writer)
+
+    def renew(self, number: int) -> None:
+        """The client lives: its reservations last another 30 s."""
+        for attempt in self.session(number).writer.attempts.values():
+            attempt.expires_s = self._clock() + RESERVATION_LIFETIME_MS / 1000
+
+    def tick(self) -> None:
+        """End what has run out: leases, tickets, reservations, sessions of remote readers."""
+        now = self._clock()
+        self.holds.expire(now)
+        for attempt in [a for a in self.reservations.attempts.values() if a.expires_s <= now]:
+            self.reservations.quarantine(attempt)
+        for session in [s for s in self.sessions.values() if not s.shared and s.last_call_s + REMOTE_IDLE_S <= now]:
+            self.process_gone(session.number)
+
+    # --- verbs -------------------------------------------------------------------------------------------
+
+    def register_namespace(
+        self, session: int, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int]
+    ) -> KnownNamespace:
+        """See NodeApi. Empty `written_here` means all rectangles of the geometry."""
+        self.session(session)
+        numbers: Sequence[int] = ()
+        if geometry is not None:
+            numbers = written_here or range(len(geometry.rectangles))
+            if any(number >= len(geometry.rectangles) for number in numbers):
+                raise LayoutMismatch(
+                    f"written_here {list(numbers)} of a geometry with {len(geometry.rectangles)} rectangles"
+                )
+        space = self.pool.register(namespace, geometry, numbers)
+        if geometry is not None and (namespace.id, geometry) not in self._geometries:
+            self._geometries.append((namespace.id, geometry))
+        return space
+
+    def reserve(self, session: int, keys: Keys, shard: int, ticket_id: bytes) -> ReserveAnswer:
+        """See NodeApi. The present part of the chain counts as used, and is pinned where a ticket is named."""
+        owner = self.session(session)
+        space = self._space(keys)
+        if space.rectangle(shard) is None:
+            raise NotFound(f"shard {shard:#010x} belongs to no geometry registered for {space.namespace.title}")
+        life_s = RESERVATION_LIFETIME_MS / 1000
+        names = set(keys)
+        if len(names) != len(keys) or keys.parent in names or keys.namespace_id in names:
+            raise InvalidRequest("a chain names each chunk once, and never itself as its parent")
+        answer, _ = self.reservations.reserve(owner.writer, space, keys, shard, ticket_id, self._clock(), life_s)
+        for outcome, count in Counter(answer.outcomes).items():
+            self.pool.counts[f"reserve_{outcome.name.lower()}"] += count
+        present = [key for key, outcome in zip(keys, answer.outcomes, strict=True) if outcome is Outcome.PRESENT]
+        self.pool.touch(present)
+        if ticket_id:
+            self._pin(ticket_id, [self.pool.forest.chunks[key] for key in present])
+        return answer
+
+    def commit(
+        self, session: int, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool
+    ) -> CommitAnswer:
+        """See NodeApi. A reservation that has ended answers REFUSED_STALE for each index."""
+        live = self._attempt(session, attempt)
+        if live is None:
+            return CommitAnswer([Outcome.REFUSED_STALE] * len(indices), [])
+        if len(indices) != len(table_hashes) or any(not 0 <= index < len(live.keys) for index in indices):
+            raise LimitExceeded("indices of a commit lie in the reservation's chain, with one table hash each")
+        answer = self.reservations.commit(live, indices, table_hashes, last, self._clock())
+        done = [
+            live.key_list[i]
+            for i, outcome in zip(indices, answer.outcomes, strict=True)
+            if outcome is Outcome.COMMITTED
+        ]
+        if last:
+            self.pool.touch(live.key_list)
+        if live.ticket_id:
+            found = (self.pool.forest.get(key) for key in done)
+            self._pin(live.ticket_id, [chunk for chunk in found if chunk is not None])
+        self.pool.trim()
+        self.on_commit()
+        return answer
+
+    def abort(self, session: int, attempt: int) -> None:
+        """See NodeApi. Also the acknowledgement that frees quarantined slots of an attempt that had ended."""
+        owner = self.session(session)
+        live = owner.writer.attempts.get(attempt)
+        if live is not None:
+            self.reservations.abort(live)
+        else:
+            self.reservations.acknowledge(owner.writer, attempt)
+        self.on_commit()
+
+    def acquire(self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int) -> AcquireAnswer:
+        """See NodeApi; without the waiting, which is the shell's."""
+        self.session(session)
+        space = self._space(keys)
+        space.layout.check_rectangle(rectangle)
+        places: list[ShardPlace] = []
+        run, reason, last = 0, None, None
+        for index, key in enumerate(keys):
+            chunk = self.pool.forest.get(key)
+            reason = self._miss(chunk, keys, index, rectangle)
+            if chunk is None or reason is not None:
+                break
+            places.extend(self._places(chunk, index, rectangle))
+            run, last = index + 1, chunk
+        lease = 0
+        lease_ms = min(lease_ms, LEASE_LIMIT_MS)
+        if last is not None and lease_ms:
+            lease = self.holds.lease(session, last, self._clock() + lease_ms / 1000)
+            self.pool.touch([keys[index] for index in range(run)])
+        return AcquireAnswer(run, places, lease, lease_ms if lease else 0, reason, self.info.epoch)
+
+    def release(self, session: int, leases: Sequence[int], ticket_ids: Sequence[bytes]) -> None:
+        """See NodeApi. A session ends its own leases only."""
+        self.session(session)
+        mine = self.holds.by_session.get(session, set())
+        for number in leases:
+            if number in mine:
+                self.holds.end_lease(number)
+        for ticket_id in ticket_ids:
+            self.holds.end_ticket(ticket_id)
+
+    def remove(self, session: int, namespace_id: bytes, keys: Sequence[bytes]) -> int:
+        """See NodeApi. Readers get a miss from now on; grants in the removed part end as REFUSED_STALE."""
+        self.session(session)
+        if namespace_id not in self.pool.spaces:
+            raise NotFound("unknown namespace")
+        removed = 0
+        for key in keys:
+            chunk = self.pool.forest.get(key)
+            if chunk is None or chunk.space.namespace.id != namespace_id:
+                continue
+            for each in self.pool.forest.subtree(chunk):
+                removed += bool(each.copies)
+                self.pool.remove(each, "removed")
+        return removed
+
+    def touch(self, session: int, keys: Sequence[bytes]) -> None:
+        """A same-host reader used these keys as one prefix, head first."""
+        self.session(session)
+        self.pool.touch(keys)
+
+    # --- index events ------------------------------------------------------------------------------------
+
+    def take_batch(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> list[Batch]:
+        """What to publish next: events after `acknowledged`, or with `resync` (or after an overflow) a snapshot.
+
+        Sequence numbers go on through a snapshot, so that a lost answer is only a repeat.
+        """
+        if resync or self._overflowed or acknowledged + 1 < self._first_sequence:
+            return self._snapshot(limit, lease_ms)
+        while self._events and self._first_sequence <= acknowledged:
+            self._events.popleft()
+            self._first_sequence += 1
+        events = [IndexEvent(*event, Tier.DRAM) for event in islice(self._events, limit)]
+        return [Batch(self.info, self._first_sequence, events, list(self._geometries), lease_ms=lease_ms)]
+
+    def forget_events(self) -> None:
+        """Drop events that nobody will publish (a pool without an index)."""
+        self._first_sequence += len(self._events)
+        self._events.clear()
+
+    @property
+    def last_sequence(self) -> int:
+        """Number of the newest event."""
+        return self._first_sequence + len(self._events) - 1
+
+    def _snapshot(self, limit: int, lease_ms: int) -> list[Batch]:
+        """Everything that the index may know, parents before children, under fresh sequence numbers."""
+        first = self.last_sequence + 1
+        self._events.clear()
+        self._overflowed = False
+        events: list[IndexEvent] = []
+        stack = [c for c in self.pool.forest.chunks.values() if c.published and c.is_root]
+        while stack:
+            chunk = stack.pop()
+            events.extend(
+                IndexEvent(EventKind.PUBLISH, chunk.space.id, chunk.key, chunk.parent_key, shard, Tier.DRAM)
+                for shard in chunk.copies
+            )
+            stack.extend(child for child in chunk.children() if child.published)
+        self._first_sequence = first + len(events)
+        batches = []
+        for start in range(0, max(len(events), 1), limit):
+            batch = Batch(
+                self.info, first + start, events[start : start + limit], list(self._geometries), start == 0, lease_ms
+            )
+            batches.append(batch)
+        return batches
+
+    def _publish(self, kind: EventKind, chunk: Chunk, shard: int) -> None:
+        if len(self._events) >= EVENTS_LIMIT:
+            self._first_sequence += len(self._events)
+            self._events.clear()
+            self._overflowed = True
+        self._events.append((kind, chunk.space.id, chunk.key, chunk.parent_key, shard))
+        self.on_event()
+
+    # --- small parts -------------------------------------------------------------------------------------
+
+    def _space(self, keys: Keys) -> KnownNamespace:
+        if len(keys) > KEYS_LIMIT:
+            raise LimitExceeded(f"{len(keys)} keys in one call; the limit is {KEYS_LIMIT}")
+        space = self.pool.spaces.get(keys.namespace_id)
+        if space is None:
+            raise NotFound(f"namespace {keys.namespace_id.hex()[:8]} is not registered on this node")
+        return space
+
+    def _attempt(self, session: int, number: int) -> Attempt | None:
+        live = self.session(session).writer.attempts.get(number)
+        if live is not None and live.expires_s <= self._clock():
+            self.reservations.quarantine(live)
+            return None
+        return live
+
+    def _miss(self, chunk: Chunk | None, keys: Keys, index: int, rectangle: Rectangle) -> MissReason | None:
+        if chunk is None:
+            return MissReason.ABSENT
+        prints = keys.fingerprints
+        if prints is not None and chunk.fingerprint is not None:
+            if int(prints[index + 1]) != chunk.fingerprint or int(prints[index]) != chunk.parent_fingerprint:
+                self.pool.counts["collisions"] += 1
+                return MissReason.COLLISION
+        if chunk.covering(rectangle) is not None:
+            return None
+        if chunk.pending:
+            return MissReason.IN_PROGRESS
+        return MissReason.NOT_COVERED
+
+    def _places(self, chunk: Chunk, index: int, rectangle: Rectangle) -> list[ShardPlace]:
+        places = []
+        for shard in chunk.covering(rectangle) or ():
+            copy, stored = chunk.copies[shard], chunk.space.rectangle(shard)
+            if stored is not None:
+                places.append(ShardPlace(index, shard, copy.slot, copy.generation, copy.table_hash, stored))
+        return places
+
+    def _pin(self, ticket_id: bytes, chunks: Sequence[Chunk]) -> None:
+        expires = self._clock() + TICKET_LIFETIME_MS / 1000
+        self.pool.counts["unpinned_for_room"] += self.holds.pin(ticket_id, chunks, _bytes_of, expires)
+
+    def stats(self) -> dict[str, int]:
+        """Flat figures for people and dashboards."""
+        pool = self.pool
+        reserved = sum(len(a.grants) for a in self.reservations.attempts.values())
+        quarantined = sum(s.writer.held_bytes for s in self.sessions.values() if not s.open)
+        return {
+            "chunks": pool.committed_chunks,
+            "namespaces": len(pool.spaces),
+            "sessions": len(self.sessions),
+            "arena_bytes": pool.allocator.arena_bytes,
+            "open_bytes": pool.allocator.open_until,
+            "used_bytes": pool.allocator.used_bytes,
+            "reserved_slots": reserved,
+            "quarantined_bytes": quarantined,
+            "leases": len(self.holds.leases),
+            "tickets": len(self.holds.tickets),
+            "pinned_bytes": self.holds.pinned_bytes,
+            "catalog_entries": pool.catalog.claimed_count,
+            "events_waiting": len(self._events),
+            "evictions": pool.counts["removed_evicted"],
+            **{name: value for name, value in sorted(pool.counts.items())},
+        }
+
+    def check(self) -> None:
+        """Every invariant of the node. Called by tests after each step; costs time in proportion to its contents."""
+        self.pool.check()
+        self.reservations.check([session.writer for session in self.sessions.values()])
+        self.holds.check(list(self.pool.forest.chunks.values()))
+        used = {copy.slot for chunk in self.pool.forest.chunks.values() for copy in chunk.copies.values()}
+        used |= {grant.slot for attempt in self.reservations.attempts.values() for grant in attempt.grants.values()}
+        for session in self.sessions.values():
+            used |= {slot for slots in session.writer.quarantined.values() for slot, _ in slots}
+        assert used == self.pool.allocator.used_slots(), "a slot is used by nobody, or by two"
+
+
+def _bytes_of(chunk: Chunk) -> int:
+    return sum(copy.size_bytes for copy in chunk.copies.values())

@@ -1,0 +1,186 @@
+"""One running node: memory, core, sockets, gRPC, tcp, publisher, put together on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore import metrics
+from kvstore.config import NodeSettings
+from kvstore.errors import ConfigurationError
+from kvstore.metadata import Index
+from kvstore.model.values import NodeInfo
+from kvstore.node.arena.dram import DramArena
+from kvstore.node.catalog import CatalogShape, CatalogWriter, create_catalog
+from kvstore.node.core import CoreSettings, NodeCore
+from kvstore.node.publisher import Publisher
+from kvstore.node.server import NodeServicer
+from kvstore.node.sessions import SessionServer
+from kvstore.node.slots import SlotAllocator
+from kvstore.node.streams import PageStreams
+from kvstore.rpc import serving
+from kvstore.rpc.channel import format_address, parse_address
+from kvstore.rpc.v1 import node_pb2_grpc
+from kvstore.transport.tcp_server import TcpServer
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.1
+_SERVICE = "kvstore.v1.NodeService"
+
+
+@dataclass(slots=True)
+class NodeMemory:
+    """The shared memory of a node: arena and sealed catalog with its only writable mapping."""
+
+    arena: DramArena
+    catalog_fd: int
+    catalog: mmap.mmap
+    shape: CatalogShape
+
+    @classmethod
+    def create(cls, dram_bytes: int, slots: int) -> NodeMemory:
+        """Raises ConfigurationError if the memory is not there."""
+        shape = CatalogShape.make(dram_bytes, slots)
+        arena = DramArena(dram_bytes)
+        catalog_fd, catalog = create_catalog(shape)
+        return cls(arena, catalog_fd, catalog, shape)
+
+
+def next_epoch(data_dir: Path) -> int:
+    """Number of this start, kept in the data folder; never repeats there."""
+    path = data_dir / "epoch"
+    try:
+        last = int(path.read_text()) if path.exists() else 0
+    except ValueError as exc:
+        raise ConfigurationError(f"{path} does not hold a number; remove it to start from 1 again") from exc
+    replacement = path.with_suffix(".new")
+    replacement.write_text(str(last + 1))
+    replacement.rename(path)
+    return last + 1
+
+
+class NodeDaemon:
+    """Starts and stops one node on the running loop. `index` None: the node stands alone."""
+
+    def __init__(self, settings: NodeSettings, index: Index | None) -> None:
+        self._settings = settings.resolved()
+        self._index = index
+        self._tasks: list[asyncio.Task[None]] = []
+        self._publisher: Publisher | None = None
+
+    async def start(self) -> dict[str, Any]:
+        """Bind everything; returns the announcement: addresses, node id, sizes."""
+        settings = self._settings
+        memory = NodeMemory.create(settings.dram, settings.slots)
+        self._memory = memory
+        epoch = next_epoch(Path(settings.data_dir))
+        catalog = CatalogWriter(memory.catalog, memory.shape, epoch)
+        allocator = SlotAllocator(settings.dram)
+        generations = np.frombuffer(memory.catalog, dtype="<u8")[memory.shape.generations_offset // 8 :]
+
+        def generations_of(slots: Sequence[int]) -> list[int]:
+            return [int(word) for word in generations.take(np.asarray(slots, dtype=np.int64))]
+
+        host, port = parse_address(settings.data_address)
+        if not settings.insecure and not serving.is_loopback(host):
+            raise ConfigurationError(
+                f"data_address {settings.data_address} can be reached from other hosts and pages travel in plain: "
+                "pass --insecure to accept that, or bind 127.0.0.1"
+            )
+        self._tcp = TcpServer(memory.arena.fd, memory.arena.size_bytes, generations_of, epoch, host, port)
+        self._server = serving.Server((_SERVICE,))
+        socket_path = str(Path(settings.socket_dir) / f"{settings.node_id}.sock")
+        # The core needs the bound control address, and the servicer the core: bind first, add the core's address after.
+        info = NodeInfo(
+            node_id=settings.node_id,
+            epoch=epoch,
+            host_id=settings.host_id,
+            control_address="",
+            data_address=self._advertised(self._tcp.address),
+            socket_path=socket_path,
+        )
+        core_settings = CoreSettings(eviction=settings.eviction, room_chunks=settings.room_chunks)
+        self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings)
+        arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
+        servicer = NodeServicer(core, PageStreams(core, arena_view), self._more_stats)
+        self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
+        control = await self._server.start(settings.control_address, insecure=settings.insecure)
+        core.info = _with_control(info, self._advertised(control))
+        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path)
+        self._sessions.start()
+        self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
+        if self._index is not None:
+            self._publisher = Publisher(core, asyncio.get_running_loop(), self._index)
+            self._publisher.start()
+        metrics_address = metrics.serve_metrics(settings.metrics_address)
+        return {
+            "role": "node",
+            "node_id": info.node_id,
+            "epoch": epoch,
+            "host_id": info.host_id,
+            "control_address": core.info.control_address,
+            "data_address": core.info.data_address,
+            "metrics_address": metrics_address,
+            "socket_path": socket_path,
+            "dram_bytes": settings.dram,
+        }
+
+    async def stop(self) -> None:
+        """Leave: the index is told, sessions and servers close, readers drop their mappings."""
+        for task in self._tasks:
+            task.cancel()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.stop)
+        self.core.pool.catalog.stop_serving()
+        self._sessions.stop()
+        await self._server.stop()
+        await asyncio.to_thread(self._tcp.stop)
+
+    def _advertised(self, bound: str) -> str:
+        host, port = parse_address(bound)
+        return format_address(self._settings.advertise or host, port)
+
+    async def _populate(self, allocator: SlotAllocator) -> None:
+        """Touch the arena in steps, off the loop, and open what is ready."""
+        arena = self._memory.arena
+        while arena.populated_bytes < arena.size_bytes:
+            ready = await asyncio.to_thread(arena.populate_step)
+            allocator.open_until = ready
+            self.core.on_commit()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.core.tick()
+            stats = self.core.stats()
+            metrics.QUARANTINED_BYTES.set(stats["quarantined_bytes"])
+            metrics.CATALOG_ENTRIES.set(stats["catalog_entries"])
+
+    def _more_stats(self) -> dict[str, Any]:
+        lag = self._publisher.loop_lag_ms if self._publisher else 0.0
+        return {
+            "tcp_connections": self._tcp.connection_count,
+            "loop_lag_ms": round(lag, 3),
+            "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
+            "populated_bytes": self._memory.arena.populated_bytes,
+        }
+
+
+def _with_control(info: NodeInfo, control_address: str) -> NodeInfo:
+    return NodeInfo(info.node_id, info.epoch, info.host_id, control_address, info.data_address, info.socket_path)
+
+
+async def serve_until_cancelled(daemon: NodeDaemon) -> None:
+    """Keep a started daemon until the task is cancelled, then stop it."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    await daemon.stop()

@@ -1,0 +1,291 @@
+"""Finding chunks in a mapped catalog: the same-host read path, without RPC, lock or pin. Client side.
+
+A read is: `find` (gather the entries), copy, `confirm` (gather the whole entries again). A chunk counts iff
+both gathers are identical, the entry's generation is even, key, namespace, shard and fingerprints match, and
+the slot's generation word equals the entry's. Why the second gather must take the whole entry: the first one
+may have seen a new, even generation together with the old slot.
+
+Loads of x86 are not reordered with older loads, so `confirm` after the copy is enough there; on weakly ordered
+CPUs readers verify checksums as well (`kvstore.client` decides).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import SessionLost
+from kvstore.model.layout import Geometry, Rectangle
+from kvstore.model.prefix import Keys
+from kvstore.model.values import MissReason
+from kvstore.node.catalog import (
+    BUCKET_ENTRIES,
+    ENTRY_WORDS,
+    GEOMETRY_WORDS,
+    SHARD_MIX_0,
+    SHARD_MIX_1,
+    CatalogShape,
+    Header,
+)
+
+Words = npt.NDArray[np.uint64]
+Gather = Callable[[Words, npt.NDArray[np.int64]], Words]
+
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_LOW_48 = np.uint64((1 << 48) - 1)
+_SHIFT_48 = np.uint64(48)
+_ONE = np.uint64(1)
+_NO_TIER = np.uint64((1 << 56) - 1)
+
+
+def _take_rows(rows: Words, indices: npt.NDArray[np.int64]) -> Words:
+    return rows.take(indices, axis=0)
+
+
+@dataclass(slots=True)
+class Found:
+    """Entries of the first `run` chunks, all from one geometry; shard-major inside a chunk.
+
+    `rows`: u64 (run * shards, 8), the entries as first gathered. `entries`: their numbers. `reason` says why
+    the chunk after the run is a miss (None when all were found).
+    """
+
+    run: int
+    numbers: tuple[int, ...]
+    geometry: Geometry | None
+    entries: npt.NDArray[np.int64]
+    rows: Words
+    reason: MissReason | None
+
+    def part(self, start: int, stop: int) -> Found:
+        """Chunks [start, stop) of the run."""
+        if start == 0 and stop == self.run:
+            return self
+        width = len(self.numbers)
+        cut = slice(start * width, stop * width)
+        return Found(stop - start, self.numbers, self.geometry, self.entries[cut], self.rows[cut], None)
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Arena offset in bytes of each shard, shape (run, shards)."""
+        return ((self.rows[:, 5] & _LOW_32).astype(np.int64) << 12).reshape(self.run, -1)
+
+    @property
+    def table_hashes(self) -> Words:
+        """xxh3-64 of each shard's checksum table, shape (run, shards); 0 = stored without checksums."""
+        return self.rows[:, 4].reshape(self.run, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one geometry serves one rectangle: the shards needed and their constants.
+
+    `mixes`: hash constants a shard, shape (shards, 2). `kinds`: word 6 of their entries without the tier.
+    """
+
+    geometry: Geometry
+    numbers: tuple[int, ...]
+    mixes: Words
+    kinds: Words
+
+    @classmethod
+    def make(cls, geometry: Geometry, rectangle: Rectangle, namespace_number: int) -> _Plan | None:
+        """None where the geometry does not cover the rectangle."""
+        touched = list(geometry.overlapping(rectangle))
+        if sum(common.area for _, _, common in touched) != rectangle.area:
+            return None
+        numbers = tuple(number for number, _, _ in touched)
+        shards = [geometry.shard(number) for number in numbers]
+        mixes = [[(s * SHARD_MIX_0) % (1 << 64), (s * SHARD_MIX_1) % (1 << 64)] for s in shards]
+        kinds = [s | namespace_number << 32 for s in shards]
+        return cls(geometry, numbers, np.array(mixes, dtype=np.uint64), np.array(kinds, dtype=np.uint64))
+
+
+_NOTHING = np.empty((0, ENTRY_WORDS), dtype=np.uint64), np.empty(0, dtype=np.int64)
+
+
+class CatalogReader:
+    """One mapped catalog. Thread-safe for reads; cheap to share.
+
+    `gather` is the row gather used for both looks at the entries; tests replace it.
+    """
+
+    def __init__(self, memory: mmap.mmap, gather: Gather = _take_rows) -> None:
+        words = np.frombuffer(memory, dtype="<u8")
+        self._shape = shape = CatalogShape.read(words)
+        self._header = words[:512]
+        self.epoch = int(words[Header.EPOCH])
+        self._tags = words[shape.tags_offset // 8 :][: shape.buckets]
+        entry_words = shape.buckets * BUCKET_ENTRIES * ENTRY_WORDS
+        self._entries = words[shape.entries_offset // 8 :][:entry_words].reshape(-1, ENTRY_WORDS)
+        self._generations = words[shape.generations_offset // 8 :][: shape.units]
+        self._namespaces_at = shape.namespaces_offset // 8
+        self._geometries_at = shape.geometries_offset // 8
+        self._words = words
+        self._mask = np.uint64(shape.buckets - 1)
+        self._gather = gather
+        self._directory_version = -1
+        self._plans: dict[tuple[bytes, Rectangle], list[_Plan]] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._geometries: dict[int, list[Geometry]] = {}
+
+    @property
+    def entry_rows(self) -> Words:
+        """All entries, u64 (entries, 8); for benches and tests."""
+        return self._entries
+
+    def alive(self) -> bool:
+        """False once the node has declared this table dead or another start has taken it over."""
+        return bool(self._header[Header.SERVING] == 1 and self._header[Header.EPOCH] == self.epoch)
+
+    def geometries(self, namespace_id: bytes) -> list[Geometry]:
+        """Known geometries of a namespace."""
+        self._refresh_directory()
+        return list(self._geometries.get(self._numbers.get(namespace_id, 0), []))
+
+    def find(self, keys: Keys, rectangle: Rectangle) -> Found:
+        """The longest run from the first key whose chunks are wholly covered by one geometry."""
+        self._refresh_directory()
+        place = (keys.namespace_id, rectangle)
+        plans = self._plans.get(place)
+        if plans is None:
+            plans = self._plans[place] = self._make_plans(*place)
+        best = Found(0, (), None, _NOTHING[1], _NOTHING[0], MissReason.ABSENT)
+        for order, plan in enumerate(plans):
+            # A namespace has one geometry nearly always; with several, chunk 0 tells which one to probe.
+            if len(plans) > 1 and len(keys) > 1 and self._probe(keys.slice(0, 1), plan).run == 0:
+                continue
+            found = self._probe(keys, plan)
+            if found.run > best.run:
+                best = found
+                if order:
+                    plans.insert(0, plans.pop(order))
+            elif found.run == best.run == 0 and found.reason is not MissReason.ABSENT:
+                best = found
+            if best.run == len(keys):
+                break
+        return best
+
+    def confirm(self, found: Found) -> int:
+        """How many chunks of the run still hold, after the copy: a prefix of the run."""
+        if found.run == 0:
+            return 0
+        again = self._gather(self._entries, found.entries)
+        rows = found.rows
+        slots = (rows[:, 5] & _LOW_32).astype(np.int64)
+        same = self._generations.take(slots, mode="clip") == rows[:, 3]
+        if (again == rows).all() and same.all():
+            return found.run
+        good = same & (again == rows).all(axis=1)
+        first_bad = int(np.argmin(good))
+        return first_bad // len(found.numbers)
+
+    def _probe(self, keys: Keys, plan: _Plan) -> Found:
+        width, words, mixes, kinds = len(plan.numbers), keys.words, plan.mixes, plan.kinds
+        if width > 1:
+            words = words.repeat(width, axis=0)
+            mixes = np.tile(mixes, (len(keys), 1))
+            kinds = np.tile(kinds, len(keys))
+        hashed = words ^ mixes
+        buckets = (hashed & self._mask).view(np.int64)
+        tags = (hashed[:, :1] >> _SHIFT_48 | _ONE).astype(np.uint16)
+        candidates = (self._tags.take(buckets).view(np.uint16) == tags).ravel().nonzero()[0]
+        owners = candidates >> 3
+        entries = (buckets.ravel().take(candidates >> 2) << 2) | (candidates & 3)
+        rows = self._gather(self._entries, entries)
+        plain = len(owners) == len(words) and bool((owners == _range(len(words))).all())
+        if not plain:
+            words = words.take(owners, axis=0)
+            kinds = kinds.take(owners) if width > 1 else kinds
+        differs = rows[:, 0] ^ words[:, 0]
+        differs |= rows[:, 1] ^ words[:, 1]
+        differs |= (rows[:, 6] & _NO_TIER) ^ kinds
+        differs |= rows[:, 3] & _ONE
+        other = differs
+        if keys.fingerprints is not None:
+            own, parents = keys.fingerprints[1:], keys.fingerprints[:-1]
+            if not plain or width > 1:
+                own, parents = own.take(owners // width), parents.take(owners // width)
+            other = differs | (rows[:, 7] ^ own) & _LOW_48 | (rows[:, 2] ^ parents)
+        if plain and not other.any():
+            return Found(len(keys), plan.numbers, plan.geometry, entries, rows, None)
+        return _partial(len(keys), plan, owners, entries, rows, other == 0, differs == 0)
+
+    def _make_plans(self, namespace_id: bytes, rectangle: Rectangle) -> list[_Plan]:
+        number = self._numbers.get(namespace_id, 0)
+        made = [_Plan.make(geometry, rectangle, number) for geometry in self._geometries.get(number, [])]
+        return [plan for plan in made if plan is not None]
+
+    def _refresh_directory(self) -> None:
+        if int(self._header[Header.DIRECTORY_VERSION]) != self._directory_version:
+            self._read_directory()
+            self._plans = {}
+
+    def _read_directory(self) -> None:
+        for _ in range(1000):
+            version = int(self._header[Header.DIRECTORY_VERSION])
+            if version % 2 == 0:
+                numbers, geometries = self._directory()
+                if int(self._header[Header.DIRECTORY_VERSION]) == version:
+                    self._numbers, self._geometries, self._directory_version = numbers, geometries, version
+                    return
+        raise SessionLost("the node's directory of namespaces stays half-written; restart the node")
+
+    def _directory(self) -> tuple[dict[bytes, int], dict[int, list[Geometry]]]:
+        words = self._words
+        names = words[self._namespaces_at :][: 2 * int(self._header[Header.NAMESPACES])].tobytes()
+        numbers = {names[at : at + 16]: at // 16 + 1 for at in range(0, len(names), 16)}
+        geometries: dict[int, list[Geometry]] = {}
+        for place in range(int(self._header[Header.GEOMETRIES])):
+            record = words[self._geometries_at + place * GEOMETRY_WORDS :][:GEOMETRY_WORDS]
+            corners = record[2 : 2 + min(int(record[1]), 256)].astype("<u8").view("<u2").reshape(-1, 4).tolist()
+            geometry = Geometry(tuple(Rectangle(*four) for four in corners))
+            geometries.setdefault(int(record[0]) & 0xFFFFFFFF, []).append(geometry)
+        return numbers, geometries
+
+
+def _partial(
+    count: int,
+    plan: _Plan,
+    owners: npt.NDArray[np.int64],
+    entries: npt.NDArray[np.int64],
+    rows: Words,
+    good: npt.NDArray[np.bool_],
+    same_key: npt.NDArray[np.bool_],
+) -> Found:
+    """Some probes found nothing, or several entries share a tag: keep the first good one of each."""
+    width = len(plan.numbers)
+    good_at = np.flatnonzero(good)
+    probes, first = np.unique(owners[good_at], return_index=True)
+    chosen = good_at[first]
+    missing = np.flatnonzero(probes != np.arange(len(probes)))
+    found = int(missing[0]) if len(missing) else len(probes)
+    run = found // width
+    reason = None
+    if run < count:
+        stopped = owners == found
+        if bool((same_key & stopped & ~good).any()):
+            reason = MissReason.COLLISION
+        elif found % width or bool(((probes >= run * width) & (probes < (run + 1) * width)).any()):
+            reason = MissReason.NOT_COVERED
+        else:
+            reason = MissReason.ABSENT
+    chosen = chosen[: run * width]
+    return Found(run, plan.numbers, plan.geometry, entries[chosen], rows[chosen], reason)
+
+
+_ranges: dict[int, npt.NDArray[np.int64]] = {}
+
+
+def _range(count: int) -> npt.NDArray[np.int64]:
+    """arange(count), kept for small counts: it is needed in every look-up."""
+    known = _ranges.get(count)
+    if known is None:
+        known = np.arange(count, dtype=np.int64)
+        if count <= 4096 and len(_ranges) < 4096:
+            _ranges[count] = known
+    return known

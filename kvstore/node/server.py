@@ -1,0 +1,194 @@
+"""`NodeService` over grpc.aio: validates messages, calls the core on the event loop, answers. A thin shell.
+
+The event loop is the core's one owner. Nothing here works on more than one message between two awaits; copies of
+Put and Get run in `streams`, off the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from kvstore.errors import InvalidRequest, LimitExceeded, NotFound, Unauthorized
+from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Rectangle
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Keys
+from kvstore.node import HANDOFF_WAIT_MS, RESERVATION_LIFETIME_MS, AcquireAnswer, messages
+from kvstore.node.core import REMOTE_IDLE_S, NodeCore
+from kvstore.node.messages import STREAM_LIMIT_S
+from kvstore.node.streams import PageStreams, next_part
+from kvstore.rpc import wire
+from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
+
+WAIT_LIMIT_MS = 10_000
+CLIENT_NAME_LIMIT_BYTES = 128
+
+_Chained = node_pb2.ReserveRequest | node_pb2.AcquireRequest | node_pb2.GetRequest | node_pb2.PutHeader
+
+
+class NodeServicer(node_pb2_grpc.NodeServiceServicer):
+    """The store service of one node. `more_stats` adds figures of the shell to Stats."""
+
+    def __init__(self, core: NodeCore, streams: PageStreams, more_stats: Callable[[], dict[str, Any]]) -> None:
+        self._core = core
+        self._streams = streams
+        self._more_stats = more_stats
+        self._committed = asyncio.Event()
+        core.on_commit = self._wake_waiters
+
+    async def OpenSession(self, request: node_pb2.OpenSessionRequest, _: Any) -> node_pb2.OpenSessionResponse:
+        """A session without shared memory."""
+        if len(request.client_name.encode()) > CLIENT_NAME_LIMIT_BYTES:
+            raise LimitExceeded(f"client_name is longer than {CLIENT_NAME_LIMIT_BYTES} bytes")
+        session = self._core.open_session(request.client_name, shared=False)
+        return node_pb2.OpenSessionResponse(
+            session=session.number,
+            node=wire.node_info_to_message(self._core.info),
+            idle_limit_ms=int(REMOTE_IDLE_S * 1000),
+        )
+
+    async def RegisterNamespace(
+        self, request: node_pb2.RegisterNamespaceRequest, _: Any
+    ) -> node_pb2.RegisterNamespaceResponse:
+        """Idempotent."""
+        wire.check_count("written_here", len(request.written_here), GEOMETRY_RECTANGLES_LIMIT)
+        namespace = Namespace.from_canonical(request.namespace)
+        geometry = wire.geometry_from_messages(request.geometry) if request.geometry else None
+        space = self._core.register_namespace(request.session, namespace, geometry, list(request.written_here))
+        return node_pb2.RegisterNamespaceResponse(
+            namespace_id=namespace.id,
+            namespace_number=space.number,
+            geometry_digest=geometry.digest if geometry else 0,
+        )
+
+    async def Reserve(self, request: node_pb2.ReserveRequest, _: Any) -> node_pb2.ReserveResponse:
+        """Slots for one shard of each key."""
+        self._check_writes(request.session)
+        ticket = _ticket_id(request.ticket_id)
+        answer = self._core.reserve(request.session, self._keys(request), request.shard, ticket)
+        return messages.reserve_to_message(answer, RESERVATION_LIFETIME_MS)
+
+    async def Commit(self, request: node_pb2.CommitRequest, _: Any) -> node_pb2.CommitResponse:
+        """Makes shards visible."""
+        self._check_writes(request.session)
+        wire.check_count("indices", len(request.indices))
+        if len(request.indices) != len(request.table_hashes):
+            raise InvalidRequest("commit: indices and table_hashes have different lengths")
+        answer = self._core.commit(
+            request.session, request.attempt, list(request.indices), list(request.table_hashes), request.last
+        )
+        return messages.commit_to_message(answer)
+
+    async def Abort(self, request: node_pb2.AbortRequest, _: Any) -> node_pb2.AbortResponse:
+        """Gives slots back."""
+        self._core.abort(request.session, request.attempt)
+        return node_pb2.AbortResponse()
+
+    async def Acquire(self, request: node_pb2.AcquireRequest, context: Any) -> node_pb2.AcquireResponse:
+        """Resolves keys; with a ticket it waits for the writer as long as commits keep arriving."""
+        keys, rectangle = self._keys(request), _rectangle(request)
+        _ticket_id(request.ticket_id)
+        if request.ticket_id:
+            wait_s = min(request.wait_ms or HANDOFF_WAIT_MS, WAIT_LIMIT_MS) / 1000
+            await self._wait_for(request.session, keys, rectangle, wait_s, context)
+        answer = self._core.acquire(request.session, keys, rectangle, request.lease_ms)
+        return messages.acquire_to_message(answer)
+
+    async def _wait_for(self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any) -> None:
+        """Until all keys are there, or the run has not grown for `wait_s`, or the call's time is nearly up.
+
+        Each look begins where the last one ended: a long chain must not be walked again for every commit.
+        """
+        loop = asyncio.get_running_loop()
+        run, patience_ends = 0, loop.time() + wait_s
+        while True:
+            answer: AcquireAnswer = self._core.acquire(session, keys.slice(run, len(keys)), rectangle, 0)
+            run += answer.run
+            if run == len(keys):
+                return
+            if answer.run:
+                patience_ends = loop.time() + wait_s
+            left_s = min(patience_ends - loop.time(), context.time_remaining() - 0.05)
+            if left_s <= 0:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._committed.wait(), left_s)
+
+    async def Release(self, request: node_pb2.ReleaseRequest, _: Any) -> node_pb2.ReleaseResponse:
+        """Ends leases and tickets."""
+        wire.check_count("leases", len(request.leases))
+        blob = wire.check_key_blob("ticket_ids", request.ticket_ids)
+        tickets = [blob[at : at + 16] for at in range(0, len(blob), 16)]
+        self._core.release(request.session, list(request.leases), tickets)
+        return node_pb2.ReleaseResponse()
+
+    async def Remove(self, request: node_pb2.RemoveRequest, _: Any) -> node_pb2.RemoveResponse:
+        """Removes keys and all below them."""
+        wire.check_key("namespace_id", request.namespace_id)
+        blob = wire.check_key_blob("keys", request.keys)
+        keys = [blob[at : at + 16] for at in range(0, len(blob), 16)]
+        return node_pb2.RemoveResponse(removed_chunks=self._core.remove(request.session, request.namespace_id, keys))
+
+    async def Stats(self, request: node_pb2.StatsRequest, _: Any) -> node_pb2.StatsResponse:
+        """Figures of the node."""
+        figures = {**self._core.stats(), **self._more_stats()}
+        return node_pb2.StatsResponse(node=wire.node_info_to_message(self._core.info), json=json.dumps(figures))
+
+    async def Put(self, requests: AsyncIterator[node_pb2.PutRequest], context: Any) -> node_pb2.PutResponse:
+        """Stores chunks from a stream."""
+        _check_stream(context)
+        parts = aiter(requests)
+        first = await next_part(parts)
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidRequest("put: the first message must be the header")
+        keys = self._keys(first.header)
+        outcomes = await self._streams.put(first.header.session, keys, first.header.shard, parts)
+        return node_pb2.PutResponse(outcomes=messages.outcome_numbers(outcomes))
+
+    async def Get(self, request: node_pb2.GetRequest, context: Any) -> AsyncIterator[node_pb2.GetResponse]:
+        """Fetches chunks as a stream."""
+        _check_stream(context)
+        keys, rectangle = self._keys(request), _rectangle(request)
+        async with contextlib.aclosing(self._streams.get(request.session, keys, rectangle)) as parts:
+            async for part in parts:
+                yield part
+
+    def _keys(self, request: _Chained) -> Keys:
+        """The request's keys. The session is looked at first: after a restart it is gone, whatever else is known."""
+        self._core.session(request.session)
+        chain = request.chain
+        wire.check_key("chain.namespace_id", chain.namespace_id)
+        space = self._core.pool.spaces.get(chain.namespace_id)
+        if space is None:
+            raise NotFound(
+                f"namespace {chain.namespace_id.hex()[:8]} is not registered on this node; register it first"
+            )
+        return wire.keys_from_message(chain, space.layout.chunk_tokens)
+
+    def _check_writes(self, number: int) -> None:
+        """Only who can write into the arena gets slots; for others their former contents would become visible."""
+        session = self._core.session(number)
+        if not session.shared or session.writer.owner == (0, 0):
+            raise Unauthorized("this session cannot write into the node's memory; store with Put")
+
+    def _wake_waiters(self) -> None:
+        self._committed.set()
+        self._committed = asyncio.Event()
+
+
+def _rectangle(request: node_pb2.AcquireRequest | node_pb2.GetRequest) -> Rectangle:
+    if not request.HasField("rectangle"):
+        raise InvalidRequest("rectangle is missing; the whole chunk is 0..layers x 0..KV heads")
+    return wire.rectangle_from_message(request.rectangle)
+
+
+def _check_stream(context: Any) -> None:
+    if context.time_remaining() > STREAM_LIMIT_S:
+        raise LimitExceeded(f"a stream may take at most {STREAM_LIMIT_S:g} s; set an earlier deadline")
+
+
+def _ticket_id(value: bytes) -> bytes:
+    return wire.check_key("ticket_id", value) if value else value

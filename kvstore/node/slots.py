@@ -1,0 +1,159 @@
+"""Cutting an arena into slots. Pure bookkeeping, no bytes are touched.
+
+An arena is divided into *extents*, each cut into slots of one class (one exact size). An extent is
+max(64 MiB, 16 slots) long, the last one is cut to what is left; an empty extent goes back to the free space
+and may serve another class. Slots are named by their offset in units of 4096 bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvstore.errors import LimitExceeded
+from kvstore.model.layout import CHUNK_BYTES_LIMIT, PageLayout, Rectangle
+from kvstore.node.catalog import UNIT_BYTES
+
+EXTENT_BYTES = 64 << 20
+EXTENT_SLOTS = 16
+CHECKSUM_BYTES = 8
+"""One xxh3-64 a (layer, KV head), behind the payload."""
+
+
+def slot_bytes(layout: PageLayout, rectangle: Rectangle) -> int:
+    """Class of a shard: payload and checksum table, rounded up to 4096 bytes.
+
+    Raises LimitExceeded for a payload over 256 MiB.
+    """
+    payload = layout.payload_bytes(rectangle)
+    if payload > CHUNK_BYTES_LIMIT:
+        raise LimitExceeded(
+            f"a shard of {payload} bytes is over the limit of {CHUNK_BYTES_LIMIT} bytes; use fewer pages a chunk"
+        )
+    return -(-(payload + rectangle.area * CHECKSUM_BYTES) // UNIT_BYTES) * UNIT_BYTES
+
+
+@dataclass(slots=True)
+class Extent:
+    """A run of the arena cut into slots of `slot_bytes`. `fresh` = slots never handed out start here."""
+
+    start: int
+    stop: int
+    slot_bytes: int
+    free: list[int] = field(default_factory=list)
+    fresh: int = 0
+    used: set[int] = field(default_factory=set)
+
+    @property
+    def slot_count(self) -> int:
+        """Slots that fit."""
+        return (self.stop - self.start) // self.slot_bytes
+
+
+class SlotAllocator:
+    """Which slots of an arena are free. `open_until` bytes of it are ready for use (the rest is being populated)."""
+
+    def __init__(self, arena_bytes: int, open_until: int = 0) -> None:
+        self.arena_bytes = arena_bytes
+        self.open_until = open_until
+        self._regions: list[tuple[int, int]] = [(0, arena_bytes)]
+        self._extents: dict[int, Extent] = {}
+        self._starts: list[int] = []
+        self._by_class: dict[int, list[Extent]] = {}
+        self.used_bytes = 0
+
+    def allocate(self, size: int, count: int) -> list[int]:
+        """Up to `count` slots of class `size` (bytes), as many as are free now."""
+        taken: list[int] = []
+        for extent in self._by_class.get(size, []):
+            self._take(extent, count - len(taken), taken)
+            if len(taken) == count:
+                return taken
+        while len(taken) < count:
+            fresh = self._new_extent(size)
+            if fresh is None:
+                break
+            before = len(taken)
+            self._take(fresh, count - before, taken)
+            if len(taken) == before:
+                self._drop_extent(fresh)  # that part of the arena is not open yet
+                break
+        return taken
+
+    def _take(self, extent: Extent, count: int, taken: list[int]) -> None:
+        for _ in range(count):
+            if extent.free:
+                offset = extent.free.pop()
+            else:
+                offset = extent.start + extent.fresh * extent.slot_bytes
+                if extent.fresh >= extent.slot_count or offset + extent.slot_bytes > self.open_until:
+                    return
+                extent.fresh += 1
+            extent.used.add(offset)
+            self.used_bytes += extent.slot_bytes
+            taken.append(offset // UNIT_BYTES)
+
+    def release(self, slot: int) -> None:
+        """Give a slot back. An extent without used slots returns to the free space."""
+        extent = self.extent_of(slot)
+        offset = slot * UNIT_BYTES
+        extent.used.remove(offset)
+        self.used_bytes -= extent.slot_bytes
+        extent.free.append(offset)
+        if not extent.used:
+            self._drop_extent(extent)
+
+    def extent_of(self, slot: int) -> Extent:
+        """The extent that holds a slot."""
+        place = bisect.bisect_right(self._starts, slot * UNIT_BYTES) - 1
+        return self._extents[self._starts[place]]
+
+    def has_class(self, size: int) -> bool:
+        """True if some extent serves this class."""
+        return bool(self._by_class.get(size))
+
+    def _new_extent(self, size: int) -> Extent | None:
+        wanted = max(EXTENT_BYTES // size, EXTENT_SLOTS) * size
+        fits = [region for region in self._regions if region[1] - region[0] >= size]
+        if not fits:
+            return None
+        start, stop = min(fits)
+        cut = min(stop, start + wanted)
+        if stop - cut < size:
+            cut = stop
+        place = self._regions.index((start, stop))
+        self._regions[place : place + 1] = [(cut, stop)] if cut < stop else []
+        extent = Extent(start, cut, size)
+        self._extents[start] = extent
+        bisect.insort(self._starts, start)
+        self._by_class.setdefault(size, []).append(extent)
+        return extent
+
+    def _drop_extent(self, extent: Extent) -> None:
+        self._by_class[extent.slot_bytes].remove(extent)
+        del self._extents[extent.start]
+        self._starts.remove(extent.start)
+        regions = sorted([*self._regions, (extent.start, extent.stop)])
+        merged = [regions[0]]
+        for start, stop in regions[1:]:
+            if merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        self._regions = merged
+
+    def used_slots(self) -> set[int]:
+        """All slots that are handed out, in units of 4096 bytes."""
+        return {offset // UNIT_BYTES for extent in self._extents.values() for offset in extent.used}
+
+    def check(self) -> None:
+        """Extents and free regions tile the arena; slots lie inside their extent, each free or used once."""
+        runs = sorted([*self._regions, *((e.start, e.stop) for e in self._extents.values())])
+        assert runs[0][0] == 0 and runs[-1][1] == self.arena_bytes
+        assert all(one[1] == other[0] for one, other in pairwise(runs))
+        for extent in self._extents.values():
+            handed = sorted([*extent.free, *extent.used])
+            assert handed == [extent.start + i * extent.slot_bytes for i in range(extent.fresh)]
+            assert extent.used and extent.fresh <= extent.slot_count
+        assert self.used_bytes == sum(len(e.used) * e.slot_bytes for e in self._extents.values())

@@ -1,0 +1,82 @@
+"""Moving bytes out of another node's arena into the client's own staging (never straight into memory that
+somebody else may reuse).
+
+`Transport` is the protocol of the package: `tcp` is a plain framed stream; others follow the same contract
+(`tests/contract/transport_suite.py`). A failure is a value in the result, not an exception. A transport knows
+nothing of keys: the caller resolves keys to slots first (`NodeService.Acquire`) and judges the fence itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+SLOT_UNIT_BYTES = 4096
+"""Slots are named by their offset in the arena in units of this size."""
+
+
+class ReadStatus(enum.StrEnum):
+    """How a read ended."""
+
+    DONE = "done"
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDescriptor:
+    """`length` bytes from `offset` (bytes) of the remote arena into `staging_offset` (bytes) of local staging.
+
+    `slot` (4096-byte units) names the slot whose generation is asked for after the payload.
+    """
+
+    slot: int
+    offset: int
+    length: int
+    staging_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """`generations[i]` is the generation word of descriptor i's slot, read by the owner only after this side
+    had reported the last payload byte; empty unless `status` is DONE."""
+
+    status: ReadStatus
+    generations: tuple[int, ...] = ()
+    payload_bytes: int = 0
+    detail: str = ""
+
+
+class Connection(Protocol):
+    """A path to one node incarnation (address and epoch). Not shared between threads."""
+
+    def read(
+        self, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8], deadline_s: float
+    ) -> ReadResult:
+        """Read all descriptors, then the generation words. `deadline_s` is a duration from now.
+
+        Whatever the status, when this returns no byte of the read can reach `staging` any more. After any status
+        but DONE the connection is closed and must be made anew.
+        """
+
+    def close(self) -> None:
+        """End the path. Idempotent."""
+
+
+class Transport(Protocol):
+    """Makes connections. `name` is what `--transport` and statistics call it."""
+
+    name: str
+
+    def connect(self, address: str, epoch: int, deadline_s: float) -> Connection:
+        """Connect to a node's data address and check that its epoch is `epoch`.
+
+        Raises Unreachable, StaleReference (another epoch) or DeadlineExceeded.
+        """

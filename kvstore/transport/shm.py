@@ -1,0 +1,191 @@
+"""Same host: the node's catalog and arena mapped into this process, and the session that goes with them.
+
+The hand-over works only on the node's own host, which is the definition of *local*. The mappings are dropped
+when the node closes the socket; a copy that is under way is waited for first. They are not inherited by forked
+children (MADV_DONTFORK), so that a child can never write into a slot of its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, SessionLost, Unreachable
+from kvstore.model.values import NodeInfo
+from kvstore.node.lookup import CatalogReader
+from kvstore.rpc import handshake
+from kvstore.rpc.handshake import Kind
+
+TOUCH_DELAY_S = 0.05
+RENEW_EVERY_S = 5.0
+TOUCHES_WAITING_LIMIT = 4096
+_MADV_DONTFORK = 10
+
+
+class SharedNode:
+    """An open session with the node on this host. Thread-safe.
+
+    `arena`: the DRAM tier as uint8 (writable if `writable`). `reader`: its catalog. One background thread sends
+    touches and renewals and notices the end of the session.
+    """
+
+    def __init__(self, peer: socket.socket, welcome: Mapping[str, object], catalog_fd: int, arena_fd: int) -> None:
+        fields = {name: welcome[name] for name in NodeInfo.__slots__}
+        self.info = NodeInfo(**fields)  # type: ignore[arg-type]
+        self.session = int(str(welcome["session"]))
+        self.writable = bool(welcome["writable"])
+        catalog = mmap.mmap(catalog_fd, int(str(welcome["catalog_bytes"])), prot=mmap.PROT_READ)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+        arena = mmap.mmap(arena_fd, int(str(welcome["arena_bytes"])), prot=protection)
+        arena.madvise(_MADV_DONTFORK)
+        self.arena: npt.NDArray[np.uint8] = np.frombuffer(arena, dtype=np.uint8)
+        self.reader = CatalogReader(catalog)
+        self.touches_dropped = 0
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._touches: list[bytes] = []
+        self._pongs = threading.Condition(self._lock)
+        self._pong = self._ping = 0
+        self._alive = True
+        self._ended = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvstore-session", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(cls, path: str, name: str, deadline_s: float) -> SharedNode:
+        """Shake hands with the node that listens on `path`. Raises Unreachable."""
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(deadline_s)
+        descriptors: list[int] = []
+        try:
+            peer.connect(path)
+            hello = {
+                "version": handshake.HANDSHAKE_VERSION,
+                "name": name,
+                "pid": os.getpid(),
+                "start_time": handshake.process_start_time(os.getpid()),
+            }
+            pidfd = os.pidfd_open(os.getpid())
+            try:
+                socket.send_fds(peer, [handshake.describe(Kind.HELLO, hello)], [pidfd])
+            finally:
+                os.close(pidfd)
+            packet, descriptors, _, _ = socket.recv_fds(peer, handshake.PACKET_BYTES, 2)
+            kind, fields = handshake.described(packet) if packet else (Kind.REFUSED, {"reason": "connection closed"})
+            if kind is not Kind.WELCOME or len(descriptors) != 2:
+                raise Unreachable(f"the node on {path} refused the session: {fields.get('reason', 'no reason given')}")
+            return cls(peer, fields, *descriptors)
+        except OSError as exc:
+            peer.close()
+            raise Unreachable(f"no node answers on {path}: {exc}; is `kvstore node` running on this host?") from exc
+        except (Unreachable, InvalidRequest):
+            peer.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    @property
+    def alive(self) -> bool:
+        """False once the session has ended; the mapped memory must not be trusted any more."""
+        return self._alive and self.reader.alive()
+
+    def touch(self, prefix: bytes) -> None:
+        """Tell the node, at most 0.1 s late, that these keys (head first, 16 bytes each) were used."""
+        with self._lock:
+            if len(self._touches) >= TOUCHES_WAITING_LIMIT:
+                self.touches_dropped += 1
+            else:
+                self._touches.append(prefix)
+
+    def flush(self, deadline_s: float) -> None:
+        """Return when the node has seen all touches so far. Raises SessionLost or DeadlineExceeded."""
+        end = time.monotonic() + deadline_s
+        with self._lock:
+            self._ping += 1
+            wanted = self._ping
+            waiting, self._touches = self._touches, []
+            self._peer.settimeout(deadline_s)
+            try:
+                for packet in handshake.touches(waiting):
+                    self._peer.send(packet)
+                self._peer.send(handshake.ping(Kind.PING, wanted))
+            except OSError as exc:
+                raise SessionLost(f"the session with node {self.info.node_id} ended: {exc}") from exc
+            while self._pong < wanted and self._alive:
+                if not self._pongs.wait(max(0.0, end - time.monotonic())):
+                    raise DeadlineExceeded(f"node {self.info.node_id} did not answer within {deadline_s} s")
+            if not self._alive:
+                raise SessionLost(f"the session with node {self.info.node_id} ended")
+
+    def close(self) -> None:
+        """End the session. The caller has stopped copying."""
+        with self._lock:
+            self._alive = False
+            self._pongs.notify_all()
+            if not self._ended:  # the thread closes the pipe when it ends; its number may be somebody else's then
+                os.write(self._wake_write, b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        renew_at = time.monotonic() + RENEW_EVERY_S
+        poller = select.poll()
+        poller.register(self._peer, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        while self._alive:
+            ready = poller.poll(TOUCH_DELAY_S * 1000)
+            try:
+                if any(fd == self._peer.fileno() for fd, _ in ready) and not self._receive():
+                    break
+                self._send_touches()
+                if time.monotonic() >= renew_at:
+                    renew_at = time.monotonic() + RENEW_EVERY_S
+                    self._peer.send(bytes([Kind.RENEW]), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+        with self._lock:
+            self._alive = False
+            self._ended = True
+            self._pongs.notify_all()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+        self._peer.close()
+
+    def _receive(self) -> bool:
+        packet = self._peer.recv(handshake.PACKET_BYTES, socket.MSG_DONTWAIT)
+        if packet and packet[0] == Kind.PONG:
+            with self._lock:
+                self._pong = max(self._pong, handshake.pinged(packet))
+                self._pongs.notify_all()
+        return bool(packet)
+
+    def _send_touches(self) -> None:
+        with self._lock:
+            waiting, self._touches = self._touches, []
+        packets = list(handshake.touches(waiting))
+        for place, packet in enumerate(packets):
+            try:
+                self._peer.send(packet, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self.touches_dropped += len(packets) - place
+                return
+
+
+def aligned_bytes(size: int, alignment: int = 4096) -> npt.NDArray[np.uint8]:
+    """Private zeroed memory whose address is a multiple of `alignment` (a power of two, at most 4096)."""
+    memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)[:size]
+    assert ctypes.c_size_t(memory.ctypes.data).value % alignment == 0
+    return memory

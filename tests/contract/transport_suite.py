@@ -1,0 +1,296 @@
+"""What every transport promises. A transport's test module subclasses `TransportSuite` and gives it owners.
+
+Arena bytes are random from a fixed seed; staging is poisoned before a read, so that a byte that nobody should
+have written, or that is missing, is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, StaleReference, Unreachable
+from kvstore.transport import SLOT_UNIT_BYTES, Connection, ReadDescriptor, ReadStatus, Transport
+
+EPOCH = 11
+ARENA_BYTES = 16 << 20
+POISON = 0xA5
+
+
+class Owner(Protocol):
+    """An owner of ARENA_BYTES under EPOCH. `arena` (uint8) and `words` (u64 a 4096-byte slot) are its live memory."""
+
+    address: str
+    arena: npt.NDArray[np.uint8]
+    words: npt.NDArray[np.uint64]
+
+    def after_payload(self, callback: Callable[[], None]) -> None:
+        """Have the owner call back when it has sent a payload, before it can see the fence (own process only)."""
+
+    def pause(self) -> None:
+        """Stop the owner's process; returns when it stands still."""
+
+    def resume(self) -> None:
+        """Let it run again."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def stop(self) -> None:
+        """End it in order. Idempotent, also after `kill`."""
+
+
+def poisoned(length_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.full(length_bytes, POISON, dtype=np.uint8)
+
+
+def descriptor(offset: int, length: int, staging_offset: int) -> ReadDescriptor:
+    return ReadDescriptor(offset // SLOT_UNIT_BYTES, offset, length, staging_offset)
+
+
+def expected_staging(
+    arena: npt.NDArray[np.uint8], descriptors: Sequence[ReadDescriptor], length_bytes: int
+) -> npt.NDArray[np.uint8]:
+    """Poison, with the descriptors' bytes where they belong."""
+    result = poisoned(length_bytes)
+    for one in descriptors:
+        result[one.staging_offset : one.staging_offset + one.length] = arena[one.offset : one.offset + one.length]
+    return result
+
+
+class TransportSuite:
+    """Needs the fixtures `transport`, `owner` (this process) and `owner_process` (a process of its own)."""
+
+    @pytest.fixture
+    def transport(self) -> Transport:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def connect(self, transport: Transport) -> Iterator[Callable[[Owner], Connection]]:
+        """Connects to an owner; what it made is closed after the test."""
+        with contextlib.ExitStack() as made:
+
+            def connect(owner: Owner) -> Connection:
+                connection = transport.connect(owner.address, EPOCH, 5.0)
+                made.callback(connection.close)
+                return connection
+
+            yield connect
+
+    @pytest.fixture
+    def connection(self, connect: Callable[[Owner], Connection], owner: Owner) -> Connection:
+        return connect(owner)
+
+    def check_read(self, connection: Connection, owner: Owner, descriptors: Sequence[ReadDescriptor]) -> None:
+        staging = poisoned(max(d.staging_offset + d.length for d in descriptors) + 4096)
+        result = connection.read(descriptors, staging, 10.0)
+        assert result.status is ReadStatus.DONE, result.detail
+        assert result.payload_bytes == sum(d.length for d in descriptors)
+        assert result.generations == tuple(int(owner.words[d.slot]) for d in descriptors)
+        np.testing.assert_array_equal(staging, expected_staging(owner.arena, descriptors, len(staging)))
+
+    # -- right bytes ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 65536, (3 << 20) + 1])
+    @pytest.mark.parametrize("offset", [0, 1, 4096, 8191])
+    def test_any_size_and_alignment(self, connection: Connection, owner: Owner, length: int, offset: int) -> None:
+        self.check_read(connection, owner, [descriptor(offset, length, 64)])
+
+    def test_the_last_byte_of_the_arena(self, connection: Connection, owner: Owner) -> None:
+        self.check_read(connection, owner, [descriptor(ARENA_BYTES - 1, 1, 0)])
+        self.check_read(connection, owner, [descriptor(0, ARENA_BYTES, 0)])
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_random_descriptors(self, connection: Connection, owner: Owner, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        descriptors, place = [], 0
+        for _ in range(60):
+            length = int(2 ** rng.uniform(0, 17))
+            place += int(rng.integers(0, 3)) * 100
+            descriptors.append(descriptor(int(rng.integers(0, ARENA_BYTES - length)), length, place))
+            place += length
+        order = rng.permutation(len(descriptors))
+        self.check_read(connection, owner, [descriptors[index] for index in order])
+
+    def test_many_small_descriptors(self, connection: Connection, owner: Owner) -> None:
+        rng = np.random.default_rng(5)
+        offsets = rng.integers(0, ARENA_BYTES - 256, 5000)
+        self.check_read(connection, owner, [descriptor(int(at), 256, 300 * i) for i, at in enumerate(offsets)])
+
+    def test_neighbours_on_one_or_both_sides(self, connection: Connection, owner: Owner) -> None:
+        both = [descriptor(i * 8192, 8192, i * 8192) for i in range(20)]
+        arena_only = [descriptor(i * 8192, 8192, i * 9000) for i in range(20)]
+        staging_only = [descriptor(i * 9000, 8192, i * 8192) for i in range(20)]
+        backwards = [descriptor(i * 8192, 8192, (19 - i) * 8192) for i in range(20)]
+        for descriptors in (both, arena_only, staging_only, backwards, both[::-1], both[::2]):
+            self.check_read(connection, owner, descriptors)
+
+    def test_one_range_into_two_places(self, connection: Connection, owner: Owner) -> None:
+        self.check_read(connection, owner, [descriptor(5000, 3000, 0), descriptor(5000, 3000, 3000)])
+
+    def test_reads_follow_each_other(self, connection: Connection, owner: Owner) -> None:
+        for index in range(20):
+            self.check_read(connection, owner, [descriptor(index * 4096, 4096, 0)])
+
+    def test_nothing_asked(self, connection: Connection) -> None:
+        staging = poisoned(10)
+        result = connection.read([], staging, 1.0)
+        assert (result.status, result.generations, result.payload_bytes) == (ReadStatus.DONE, (), 0)
+        assert (staging == POISON).all()
+
+    def test_connections_side_by_side(self, connect: Callable[[Owner], Connection], owner: Owner) -> None:
+        failures: list[BaseException] = []
+
+        def work(start: int) -> None:
+            try:
+                mine = connect(owner)
+                for index in range(10):
+                    self.check_read(mine, owner, [descriptor(start + index * 4096, 100_000, 0)])
+            except BaseException as exc:
+                failures.append(exc)
+
+        threads = [threading.Thread(target=work, args=(i << 20,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+
+    # -- the fence --------------------------------------------------------------------------------------------
+
+    def test_a_slot_reused_behind_the_payload_shows_its_new_generation(
+        self, connection: Connection, owner: Owner
+    ) -> None:
+        """A15: whoever compares with the generation that he was promised rejects what he got."""
+
+        def reuse() -> None:
+            owner.words[16] = 2002
+            owner.arena[16 * SLOT_UNIT_BYTES : 32 * SLOT_UNIT_BYTES] = 0xEE
+
+        owner.words[16] = 2000
+        owner.after_payload(reuse)
+        result = connection.read([descriptor(16 * SLOT_UNIT_BYTES, 65536, 0)], poisoned(65536), 5.0)
+        assert result.status is ReadStatus.DONE
+        assert result.generations == (2002,)
+
+    def test_words_come_in_the_order_of_the_descriptors(self, connection: Connection, owner: Owner) -> None:
+        slots = [9, 3, 9, 0, 3]
+        result = connection.read([ReadDescriptor(s, 0, 8, 8 * i) for i, s in enumerate(slots)], poisoned(64), 5.0)
+        assert result.generations == tuple(int(owner.words[slot]) for slot in slots)
+
+    # -- refused ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("slot", "offset", "length"),
+        [
+            (0, ARENA_BYTES, 1),
+            (0, ARENA_BYTES - 1, 2),
+            (0, 0, ARENA_BYTES + 1),
+            (0, (1 << 63) - 1, 4096),
+            (ARENA_BYTES // SLOT_UNIT_BYTES, 0, 4096),
+            ((1 << 32) - 1, 0, 4096),
+        ],
+    )
+    def test_outside_the_arena(
+        self,
+        connect: Callable[[Owner], Connection],
+        connection: Connection,
+        owner: Owner,
+        slot: int,
+        offset: int,
+        length: int,
+    ) -> None:
+        """A15 (e). The owner refuses, ends this connection only, and gives no words."""
+        result = connection.read([ReadDescriptor(slot, offset, length, 0)], poisoned(ARENA_BYTES + 4096), 5.0)
+        assert (result.status, result.generations) == (ReadStatus.REFUSED, ())
+        assert "arena" in result.detail
+        assert connection.read([descriptor(0, 1, 0)], poisoned(1), 1.0).status is ReadStatus.UNREACHABLE
+        self.check_read(connect(owner), owner, [descriptor(0, 4096, 0)])
+
+    @pytest.mark.parametrize(("length", "place"), [(11, 0), (1, 10), (5, 6), (1, -1), (0, 0), (-1, 0)])
+    def test_outside_staging(self, connection: Connection, owner: Owner, length: int, place: int) -> None:
+        """The caller's mistake: raised before anything was sent, and the connection is as good as before."""
+        staging = poisoned(10)
+        with pytest.raises(InvalidRequest):
+            connection.read([descriptor(0, 1, 0), ReadDescriptor(0, 0, length, place)], staging, 1.0)
+        assert (staging == POISON).all()
+        self.check_read(connection, owner, [descriptor(0, 10, 0)])
+
+    # -- connecting -------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("epoch", [EPOCH - 1, EPOCH + 1, 0])
+    def test_another_epoch(self, transport: Transport, owner: Owner, epoch: int) -> None:
+        with pytest.raises(StaleReference, match=str(EPOCH)):
+            transport.connect(owner.address, epoch, 5.0)
+
+    def test_nobody_there(self, transport: Transport, owner: Owner) -> None:
+        owner.stop()
+        with pytest.raises(Unreachable, match=owner.address):
+            transport.connect(owner.address, EPOCH, 5.0)
+
+    @pytest.mark.parametrize("address", ["", "7420", "localhost:", ":7420", "localhost:x", "localhost:0", "h:70000"])
+    def test_not_an_address(self, transport: Transport, address: str) -> None:
+        with pytest.raises(InvalidRequest, match="host:port"):
+            transport.connect(address, EPOCH, 1.0)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def test_closed_by_the_reader(self, connection: Connection) -> None:
+        connection.close()
+        connection.close()
+        result = connection.read([descriptor(0, 1, 0)], poisoned(1), 1.0)
+        assert (result.status, result.generations) == (ReadStatus.UNREACHABLE, ())
+
+    def test_owner_ended_between_reads(self, connection: Connection, owner: Owner) -> None:
+        self.check_read(connection, owner, [descriptor(0, 4096, 0)])
+        owner.stop()
+        assert connection.read([descriptor(0, 1, 0)], poisoned(1), 5.0).status is ReadStatus.UNREACHABLE
+
+    @pytest.mark.parametrize("deadline_s", [0.0, -1.0])
+    def test_no_time_left(self, connection: Connection, deadline_s: float) -> None:
+        staging = poisoned(4096)
+        assert connection.read([descriptor(0, 4096, 0)], staging, deadline_s).status is ReadStatus.DEADLINE
+        assert (staging == POISON).all()
+
+    def test_stopped_owner_costs_the_deadline_and_writes_nothing_later(
+        self, connect: Callable[[Owner], Connection], owner_process: Owner
+    ) -> None:
+        """Law 6, B01: late bytes of a read that was given up touch no memory that somebody may use by then."""
+        connection = connect(owner_process)
+        self.check_read(connection, owner_process, [descriptor(0, 1 << 20, 0)])
+        staging = poisoned(8 << 20)
+        owner_process.pause()
+        started = time.monotonic()
+        result = connection.read([descriptor(0, 8 << 20, 0)], staging, 0.3)
+        assert result.status is ReadStatus.DEADLINE
+        assert 0.25 < time.monotonic() - started < 2.0
+        staging[:] = 0x3C  # the next user's bytes
+        owner_process.resume()
+        # The owner answers a new connection, so it has run again, with the old request in front of it.
+        self.check_read(connect(owner_process), owner_process, [descriptor(4096, 1 << 20, 0)])
+        assert (staging == 0x3C).all()
+        assert connection.read([descriptor(0, 1, 0)], staging, 1.0).status is ReadStatus.UNREACHABLE
+
+    def test_stopped_owner_and_a_new_connection(self, transport: Transport, owner_process: Owner) -> None:
+        owner_process.pause()
+        with pytest.raises(DeadlineExceeded):
+            transport.connect(owner_process.address, EPOCH, 0.2)
+
+    def test_killed_owner(self, connect: Callable[[Owner], Connection], owner_process: Owner) -> None:
+        """B01: a read that waits when the owner dies ends at once, not at its deadline."""
+        connection = connect(owner_process)
+        owner_process.pause()
+        killer = threading.Timer(0.1, owner_process.kill)
+        killer.start()
+        started = time.monotonic()
+        result = connection.read([descriptor(0, 1 << 20, 0)], poisoned(1 << 20), 20.0)
+        killer.join()
+        assert (result.status, result.generations) == (ReadStatus.UNREACHABLE, ())
+        assert time.monotonic() - started < 10.0

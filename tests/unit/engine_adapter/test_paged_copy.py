@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+import torch
+
+from engine_adapter.copy import PagedKv
+from kvstore.errors import InvalidRequest, LayoutMismatch
+
+LAYERS, HEADS, PAGES, CHUNKS, BLOCKS = 3, 4, 2, 5, 16
+POISON = 0xA5
+
+
+def pool_bytes(chunks=CHUNKS, heads=HEADS, head_page_bytes=64):
+    """Every head page of every chunk differs from all others."""
+    rng = np.random.default_rng(7)
+    return rng.integers(0, 256, (chunks, LAYERS, PAGES, heads, head_page_bytes), dtype=np.uint8)
+
+
+def random_blocks(seed=3):
+    return np.random.default_rng(seed).permutation(BLOCKS)[: CHUNKS * PAGES].reshape(CHUNKS, PAGES).tolist()
+
+
+def poisoned(dtype):
+    """Per layer (blocks, heads, 4, width): 64 bytes a head page."""
+    width = 16 // dtype.itemsize
+    return [
+        torch.full((BLOCKS, HEADS, 64), POISON, dtype=torch.uint8).view(dtype).reshape(BLOCKS, HEADS, 4, width)
+        for _ in range(LAYERS)
+    ]
+
+
+def raw(tensor):
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(tensor.shape[0], tensor.shape[1], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_scatter_then_gather_moves_every_byte_and_no_other(dtype):
+    tensors, blocks, pool = poisoned(dtype), random_blocks(), pool_bytes()
+    kv = PagedKv(tensors, PAGES, blocks)
+    for index in range(CHUNKS):
+        kv.scatter(index, pool[index], 0, 0)
+    for layer, tensor in enumerate(tensors):
+        expected = np.full((BLOCKS, HEADS, 64), POISON, dtype=np.uint8)
+        for index, ids in enumerate(blocks):
+            expected[ids] = pool[index, layer]
+        assert np.array_equal(raw(tensor), expected)
+    back = np.full_like(pool, POISON ^ 0xFF)
+    for index in range(CHUNKS):
+        kv.gather(index, back[index], 0, 0)
+    assert np.array_equal(back, pool)
+
+
+def test_a_rank_gets_its_layers_and_heads_of_the_model():
+    # The engine's rank holds layers 4..6 and heads 8..11; pieces arrive cut by another geometry.
+    tensors, blocks, pool = poisoned(torch.bfloat16), random_blocks(), pool_bytes()
+    kv = PagedKv(tensors, PAGES, blocks, layer_offset=4, head_offset=8)
+    kv.scatter(1, pool[1, 0:2, :, 1:4], 4, 9)
+    kv.scatter(1, pool[1, 2:3, :, 2:4], 6, 10)
+    for layer, heads in ((0, slice(1, 4)), (1, slice(1, 4)), (2, slice(2, 4))):
+        expected = np.full((BLOCKS, HEADS, 64), POISON, dtype=np.uint8)
+        expected[blocks[1], heads] = pool[1, layer, :, heads]
+        assert np.array_equal(raw(tensors[layer]), expected)
+    slot = np.full((1, PAGES, HEADS, 64), POISON ^ 0xFF, dtype=np.uint8)
+    kv.gather(1, slot[:, :, 1:3], 5, 9)  # a slot view that is not contiguous over heads
+    assert np.array_equal(slot[:, :, 1:3], pool[1, 1:2, :, 1:3])
+    assert (slot[:, :, [0, 3]] == POISON ^ 0xFF).all()
+
+
+def test_blocks_that_lie_apart_in_one_allocation_of_all_layers():
+    storage = torch.full((BLOCKS, LAYERS, HEADS, 64), POISON, dtype=torch.uint8)
+    blocks, pool = random_blocks(), pool_bytes()
+    kv = PagedKv([storage[:, layer] for layer in range(LAYERS)], PAGES, blocks)
+    for index in range(CHUNKS):
+        kv.scatter(index, pool[index], 0, 0)
+    expected = np.full(storage.shape, POISON, dtype=np.uint8)
+    for index, ids in enumerate(blocks):
+        expected[ids] = pool[index].swapaxes(0, 1)
+    assert np.array_equal(storage.numpy(), expected)
+    slot = np.empty(pool.shape[1:], dtype=np.uint8)
+    kv.gather(4, slot, 0, 0)
+    assert np.array_equal(slot, pool[4])
+
+
+def test_one_latent_head_and_one_layer_at_a_time():
+    tensor, pool = torch.zeros((BLOCKS, 1, 64), dtype=torch.uint8), pool_bytes(heads=1)
+    kv = PagedKv([tensor] * LAYERS, PAGES, [[9, 2]])
+    kv.scatter(0, pool[0, 1:2], 1, 0)
+    assert np.array_equal(tensor[[9, 2]].numpy(), pool[0, 1])
+
+
+def test_shapes_that_do_not_fit_are_refused_before_a_byte_moves():
+    tensors, pool = poisoned(torch.bfloat16), pool_bytes()
+    kv = PagedKv(tensors, PAGES, random_blocks())
+    bad = [
+        (pool[0, :, :1], 0, 0),
+        (pool[0, :, :, :, :32], 0, 0),
+        (pool[0], 1, 0),
+        (pool[0], 0, 1),
+        (pool[0], -1, 0),
+        (pool[0].reshape(-1), 0, 0),
+        (pool[0].view(np.int8), 0, 0),
+    ]
+    for piece, layer, head in bad:
+        with pytest.raises(LayoutMismatch):
+            kv.scatter(0, piece, layer, head)
+        with pytest.raises(LayoutMismatch):
+            kv.gather(0, piece.copy(), layer, head)
+    for index in (-1, CHUNKS):
+        with pytest.raises(InvalidRequest, match="chunk"):
+            kv.scatter(index, pool[0], 0, 0)
+    read_only = pool[0].copy()
+    read_only.flags.writeable = False
+    with pytest.raises(InvalidRequest, match="read-only"):
+        kv.gather(0, read_only, 0, 0)
+    assert all((raw(tensor) == POISON).all() for tensor in tensors)
+
+
+def test_engine_side_mistakes_are_refused_at_the_start():
+    good = torch.zeros((BLOCKS, HEADS, 64), dtype=torch.uint8)
+    for ids in ([[0, BLOCKS]], [[-1, 0]]):
+        with pytest.raises(InvalidRequest, match="block ids"):
+            PagedKv([good], PAGES, ids)
+    for tensors in (
+        [],
+        [good, good[:8]],
+        [torch.zeros((BLOCKS, HEADS))],
+        [good.transpose(1, 2)],
+        [torch.zeros((BLOCKS, HEADS * 64 + 8), dtype=torch.uint8)[:, : HEADS * 64].unflatten(1, (HEADS, 64))],
+    ):
+        with pytest.raises(LayoutMismatch):
+            PagedKv(tensors, PAGES, [[0, 1]])
+    with pytest.raises(LayoutMismatch, match="blocks"):
+        PagedKv([good], PAGES, [[0]])
+    with pytest.raises(InvalidRequest, match="meta"):
+        PagedKv([good.to("meta")], PAGES, [[0, 1]])
+    assert len(PagedKv([good], PAGES, [])) == 0

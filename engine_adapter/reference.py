@@ -34,11 +34,10 @@ import kvstore
 from engine_adapter.copy import PagedKv
 from engine_adapter.model import Context, Engine, ModelConfig
 from engine_adapter.session import PoolSession, guarded
-from engine_adapter.ticket import ticket_from_json
 from kvstore.client import ReadResult
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import KeyChain, Keys
-from kvstore.model.values import Ticket
+from kvstore.model.ticket import Ticket
 from kvstore.scheduler import Worker, WorkerRole
 from kvstore.scheduler.client import SchedulerClient
 
@@ -240,7 +239,7 @@ class Reporter:
 
 def handle(worker: ReferenceWorker, command: Mapping[str, Any]) -> Answer:
     """One command but `stop`. Raises InvalidRequest, KeyError, TypeError or ValueError for one that is wrong."""
-    ticket = ticket_from_json(command["ticket"]) if command.get("ticket") else None
+    ticket = Ticket.from_json(command["ticket"]) if command.get("ticket") else None
     match command["cmd"]:
         case "prefill":
             return worker.prefill(_tokens(command), ticket)

@@ -20,7 +20,8 @@ from kvstore.client import Cache, Client, Destination, PendingWrite, ReadResult,
 from kvstore.errors import DeadlineExceeded, SessionLost, Unreachable
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
-from kvstore.model.values import MissReason, Ticket
+from kvstore.model.ticket import Ticket
+from kvstore.model.values import MissReason
 
 RETRY_EVERY_S = 2.0
 """A pool that could not be reached is not tried again for this long."""

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from kvstore.model.layout import Attention, Dtype, Geometry, PageLayout, Rectangle, SideComponent
     from kvstore.model.namespace import Namespace
     from kvstore.model.prefix import Extra, ExtraKind, Keys
-    from kvstore.model.values import MissReason, Outcome, Ticket
+    from kvstore.model.ticket import Ticket
+    from kvstore.model.values import MissReason, Outcome
 
 __all__ = [
     "Attention",
@@ -79,7 +80,8 @@ _NAMES = {
     "kvstore.model.layout": "Attention Dtype Geometry PageLayout Rectangle SideComponent",
     "kvstore.model.namespace": "Namespace",
     "kvstore.model.prefix": "Extra ExtraKind Keys",
-    "kvstore.model.values": "MissReason Outcome Ticket",
+    "kvstore.model.ticket": "Ticket",
+    "kvstore.model.values": "MissReason Outcome",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __version__ = "0.1.0"

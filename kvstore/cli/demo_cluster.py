@@ -20,7 +20,6 @@ from kvstore.analytics.processes import Child, Children
 from kvstore.errors import ConfigurationError, KvStoreError
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import KeyChain
-from kvstore.model.values import Ticket
 from kvstore.scheduler.client import Pick, SchedulerClient
 
 COMMAND_DEADLINE_S: Final = 120.0
@@ -130,7 +129,7 @@ class DemoCluster:
     def serve(self, request_id: str, prompt: Sequence[int], max_new_tokens: int) -> Served:
         """Pick, prefill, hand over by ticket, decode. Thread-safe."""
         pick = self._scheduler.pick(request_id, self._chain.keys(prompt), len(prompt), deadline_s=PICK_DEADLINE_S)
-        request = {"request_id": request_id, "tokens": list(prompt), "ticket": ticket_fields(pick.ticket)}
+        request = {"request_id": request_id, "tokens": list(prompt), "ticket": pick.ticket.to_json()}
         prefill = self._engines[pick.prefill_worker_id].command("prefill", **request)
         decode = self._engines[pick.decode_worker_id].command("decode", **request, max_new_tokens=max_new_tokens)
         return Served(request_id, tuple(prompt), tuple(decode["tokens"]), pick, prefill, decode)
@@ -151,24 +150,3 @@ class DemoCluster:
 
     def _evictions_of(self, node: Child) -> int:
         return int(self._children.node_statistics(node)["evictions"])
-
-
-def ticket_fields(ticket: Ticket) -> dict[str, Any]:
-    """The ticket as it travels with a request between engines: ids in hexadecimal, rectangles as four numbers."""
-    fields: dict[str, Any] = {
-        name: getattr(ticket, name).hex() for name in ("id", "namespace_id", "first_key", "last_key")
-    }
-    ranks = [
-        {
-            "node_id": rank.node_id,
-            "epoch": rank.epoch,
-            "rectangle": [
-                rank.rectangle.layer_start,
-                rank.rectangle.layer_stop,
-                rank.rectangle.head_start,
-                rank.rectangle.head_stop,
-            ],
-        }
-        for rank in ticket.ranks
-    ]
-    return fields | {"chunk_count": ticket.chunk_count, "last_tokens": ticket.last_tokens, "ranks": ranks}

@@ -19,7 +19,8 @@ from kvstore.errors import InvalidRequest, KvStoreError, Unreachable
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Extra, KeyChain, Keys, Tokens
-from kvstore.model.values import MissReason, NodeInfo, Ticket
+from kvstore.model.ticket import Ticket
+from kvstore.model.values import MissReason, NodeInfo
 from kvstore.node import HANDOFF_WAIT_MS
 
 if TYPE_CHECKING:

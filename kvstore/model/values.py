@@ -1,12 +1,9 @@
-"""Small values that cross the seams of the project: outcomes, reasons, tickets, what a node is."""
+"""Small values that cross the seams of the project: outcomes, reasons, what a node is."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-
-from kvstore.errors import InvalidRequest
-from kvstore.model.layout import Rectangle
+from dataclasses import dataclass
 
 
 class Tier(enum.IntEnum):
@@ -90,34 +87,3 @@ class NodeInfo:
     """tcp transport, host:port."""
     socket_path: str = ""
     """Unix socket of the session hand-shake, empty where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class TicketRank:
-    """One writing rank of a handoff: its node, that node's epoch, the rectangle it writes."""
-
-    node_id: str
-    epoch: int
-    rectangle: Rectangle
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A handoff that can be named before its chunks are committed, because keys are known beforehand.
-
-    `id` (16 bytes) names the pins that the commits leave on the nodes: released by the reader, or after 60 s.
-    """
-
-    id: bytes
-    namespace_id: bytes
-    first_key: bytes
-    last_key: bytes
-    chunk_count: int
-    last_tokens: int
-    ranks: tuple[TicketRank, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        if any(len(value) != 16 for value in (self.id, self.namespace_id, self.first_key, self.last_key)):
-            raise InvalidRequest("ids and keys of a ticket have 16 bytes")
-        if self.chunk_count < 1:
-            raise InvalidRequest("a ticket covers at least one chunk")

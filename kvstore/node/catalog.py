@@ -344,7 +344,7 @@ class CatalogWriter:
 
 
 class _DirectoryChange:
-    """Odd directory version while the directory changes (readers retry)."""
+    """Odd directory version while the directory changes; another version than before makes readers look again."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words

@@ -131,6 +131,17 @@ class Chunk:
         """True if its parent is not on this node."""
         return self.parent is None and not self.is_root
 
+    def differs(self, space: KnownNamespace, parent_key: bytes, own: int | None, parent: int | None) -> bool:
+        """True if this chunk was made of other tokens or hangs on another parent than the caller's key says.
+
+        `own` and `parent` are the caller's fingerprints of the key and of its parent, None where it knows none.
+        """
+        if self.space is not space or self.parent_key != parent_key:
+            return True
+        if own is None or self.fingerprint is None:
+            return False
+        return own != self.fingerprint or parent != self.parent_fingerprint
+
     def covering(self, rectangle: Rectangle) -> tuple[int, ...] | None:
         """Shards of one geometry that cover the rectangle, None if there are none."""
         copies = self.copies

@@ -233,20 +233,33 @@ class NodeCore:
         space = self._space(keys)
         space.layout.check_rectangle(rectangle)
         places: list[ShardPlace] = []
-        run, reason, last = 0, None, None
+        chunks: list[Chunk] = []
+        reason, parent = None, keys.parent
+        prints = None if keys.fingerprints is None else keys.fingerprints.tolist()
         for index, key in enumerate(keys):
-            chunk = self.pool.forest.get(key)
-            reason = self._miss(chunk, keys, index, rectangle)
-            if chunk is None or reason is not None:
-                break
-            places.extend(self._places(chunk, index, rectangle))
-            run, last = index + 1, chunk
+            chunk = self.pool.forest.chunks.get(key)
+            if chunk is None:
+                reason = MissReason.ABSENT
+            elif chunk.differs(space, parent, prints and prints[index + 1], prints and prints[index]):
+                self.pool.counts["collisions"] += 1
+                reason = MissReason.COLLISION
+            elif (shards := chunk.covering(rectangle)) is None:
+                reason = MissReason.IN_PROGRESS if chunk.pending else MissReason.NOT_COVERED
+            else:
+                for shard in shards:
+                    copy = chunk.copies[shard]
+                    stored = space.kinds[shard].rectangle
+                    places.append(ShardPlace(index, shard, copy.slot, copy.generation, copy.table_hash, stored))
+                chunks.append(chunk)
+                parent = key
+                continue
+            break
         lease = 0
         lease_ms = min(lease_ms, LEASE_LIMIT_MS)
-        if last is not None and lease_ms:
-            lease = self.holds.lease(session, last, self._clock() + lease_ms / 1000)
-            self.pool.touch([keys[index] for index in range(run)])
-        return AcquireAnswer(run, places, lease, lease_ms if lease else 0, reason, self.info.epoch)
+        if chunks and lease_ms:
+            lease = self.holds.lease(session, chunks[-1], self._clock() + lease_ms / 1000)
+            self.pool.touch([chunk.key for chunk in chunks])
+        return AcquireAnswer(len(chunks), places, lease, lease_ms if lease else 0, reason, self.info.epoch)
 
     def release(self, session: int, leases: Sequence[int], ticket_ids: Sequence[bytes]) -> None:
         """See NodeApi. A session ends its own leases only."""
@@ -351,28 +364,6 @@ class NodeCore:
             return None
         return live
 
-    def _miss(self, chunk: Chunk | None, keys: Keys, index: int, rectangle: Rectangle) -> MissReason | None:
-        if chunk is None:
-            return MissReason.ABSENT
-        prints = keys.fingerprints
-        if prints is not None and chunk.fingerprint is not None:
-            if int(prints[index + 1]) != chunk.fingerprint or int(prints[index]) != chunk.parent_fingerprint:
-                self.pool.counts["collisions"] += 1
-                return MissReason.COLLISION
-        if chunk.covering(rectangle) is not None:
-            return None
-        if chunk.pending:
-            return MissReason.IN_PROGRESS
-        return MissReason.NOT_COVERED
-
-    def _places(self, chunk: Chunk, index: int, rectangle: Rectangle) -> list[ShardPlace]:
-        places = []
-        for shard in chunk.covering(rectangle) or ():
-            copy, stored = chunk.copies[shard], chunk.space.rectangle(shard)
-            if stored is not None:
-                places.append(ShardPlace(index, shard, copy.slot, copy.generation, copy.table_hash, stored))
-        return places
-
     def _pin(self, ticket_id: bytes, chunks: Sequence[Chunk]) -> None:
         expires = self._clock() + TICKET_LIFETIME_MS / 1000
         self.pool.counts["unpinned_for_room"] += self.holds.pin(ticket_id, chunks, _bytes_of, expires)
@@ -397,7 +388,7 @@ class NodeCore:
             "catalog_entries": pool.catalog.claimed_count,
             "events_waiting": len(self._events),
             "evictions": pool.counts["removed_evicted"],
-            **{name: value for name, value in sorted(pool.counts.items())},
+            **dict(sorted(pool.counts.items())),
         }
 
     def check(self) -> None:

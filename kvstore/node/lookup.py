@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import SessionLost
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason
@@ -105,6 +104,24 @@ class _Plan:
         return cls(geometry, numbers, np.array(mixes, dtype=np.uint64), np.array(kinds, dtype=np.uint64))
 
 
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """The node's directory as it was at one version, and the plans made from it.
+
+    Replaced as a whole: a thread that still works with an older one cannot leave its plans in the newer.
+    """
+
+    version: int
+    numbers: dict[bytes, int]
+    geometries: dict[int, list[Geometry]]
+    plans: dict[tuple[bytes, Rectangle], list[_Plan]]
+
+    def make_plans(self, namespace_id: bytes, rectangle: Rectangle) -> list[_Plan]:
+        number = self.numbers.get(namespace_id, 0)
+        made = [_Plan.make(geometry, rectangle, number) for geometry in self.geometries.get(number, [])]
+        return [plan for plan in made if plan is not None]
+
+
 _NOTHING = np.empty((0, ENTRY_WORDS), dtype=np.uint64), np.empty(0, dtype=np.int64)
 
 
@@ -128,10 +145,7 @@ class CatalogReader:
         self._words = words
         self._mask = np.uint64(shape.buckets - 1)
         self._gather = gather
-        self._directory_version = -1
-        self._plans: dict[tuple[bytes, Rectangle], list[_Plan]] = {}
-        self._numbers: dict[bytes, int] = {}
-        self._geometries: dict[int, list[Geometry]] = {}
+        self._directory = _Directory(-1, {}, {}, {})
 
     @property
     def entry_rows(self) -> Words:
@@ -144,26 +158,27 @@ class CatalogReader:
 
     def geometries(self, namespace_id: bytes) -> list[Geometry]:
         """Known geometries of a namespace."""
-        self._refresh_directory()
-        return list(self._geometries.get(self._numbers.get(namespace_id, 0), []))
+        directory = self._present_directory()
+        return list(directory.geometries.get(directory.numbers.get(namespace_id, 0), []))
 
     def find(self, keys: Keys, rectangle: Rectangle) -> Found:
         """The longest run from the first key whose chunks are wholly covered by one geometry."""
-        self._refresh_directory()
+        directory = self._present_directory()
         place = (keys.namespace_id, rectangle)
-        plans = self._plans.get(place)
+        plans = directory.plans.get(place)
         if plans is None:
-            plans = self._plans[place] = self._make_plans(*place)
+            plans = directory.plans[place] = directory.make_plans(*place)
+        several = len(plans) > 1 and len(keys) > 1
         best = Found(0, (), None, _NOTHING[1], _NOTHING[0], MissReason.ABSENT)
         for order, plan in enumerate(plans):
             # A namespace has one geometry nearly always; with several, chunk 0 tells which one to probe.
-            if len(plans) > 1 and len(keys) > 1 and self._probe(keys.slice(0, 1), plan).run == 0:
-                continue
-            found = self._probe(keys, plan)
+            found = self._probe(keys.slice(0, 1) if several else keys, plan)
+            if several and found.run:
+                found = self._probe(keys, plan)
             if found.run > best.run:
                 best = found
-                if order:
-                    plans.insert(0, plans.pop(order))
+                if order:  # a new list: other threads may be going through this one
+                    directory.plans[place] = [plan, *(other for other in plans if other is not plan)]
             elif found.run == best.run == 0 and found.reason is not MissReason.ABSENT:
                 best = found
             if best.run == len(keys):
@@ -215,28 +230,15 @@ class CatalogReader:
             return Found(len(keys), plan.numbers, plan.geometry, entries, rows, None)
         return _partial(len(keys), plan, owners, entries, rows, other == 0, differs == 0)
 
-    def _make_plans(self, namespace_id: bytes, rectangle: Rectangle) -> list[_Plan]:
-        number = self._numbers.get(namespace_id, 0)
-        made = [_Plan.make(geometry, rectangle, number) for geometry in self._geometries.get(number, [])]
-        return [plan for plan in made if plan is not None]
+    def _present_directory(self) -> _Directory:
+        directory = self._directory
+        if int(self._header[Header.DIRECTORY_VERSION]) != directory.version:
+            directory = self._directory = self._read_directory()
+        return directory
 
-    def _refresh_directory(self) -> None:
-        if int(self._header[Header.DIRECTORY_VERSION]) != self._directory_version:
-            self._read_directory()
-            self._plans = {}
-
-    def _read_directory(self) -> None:
-        for _ in range(1000):
-            version = int(self._header[Header.DIRECTORY_VERSION])
-            if version % 2 == 0:
-                numbers, geometries = self._directory()
-                if int(self._header[Header.DIRECTORY_VERSION]) == version:
-                    self._numbers, self._geometries, self._directory_version = numbers, geometries, version
-                    return
-        raise SessionLost("the node's directory of namespaces stays half-written; restart the node")
-
-    def _directory(self) -> tuple[dict[bytes, int], dict[int, list[Geometry]]]:
-        words = self._words
+    def _read_directory(self) -> _Directory:
+        """Needs no second look and never waits: records are only added, and counted when they are complete."""
+        version, words = int(self._header[Header.DIRECTORY_VERSION]), self._words
         names = words[self._namespaces_at :][: 2 * int(self._header[Header.NAMESPACES])].tobytes()
         numbers = {names[at : at + 16]: at // 16 + 1 for at in range(0, len(names), 16)}
         geometries: dict[int, list[Geometry]] = {}
@@ -245,7 +247,7 @@ class CatalogReader:
             corners = record[2 : 2 + min(int(record[1]), 256)].astype("<u8").view("<u2").reshape(-1, 4).tolist()
             geometry = Geometry(tuple(Rectangle(*four) for four in corners))
             geometries.setdefault(int(record[0]) & 0xFFFFFFFF, []).append(geometry)
-        return numbers, geometries
+        return _Directory(version, numbers, geometries, {})
 
 
 def _partial(

@@ -54,10 +54,9 @@ class Publisher:
 
     def _run(self) -> None:
         while not self._stopping:
-            if not self._publish_next():
-                # Nothing more to say: wait for news, at most until the next heartbeat.
-                if self._news.wait(HEARTBEAT_S):
-                    time.sleep(NEWS_DELAY_S)  # let a burst of commits become one batch
+            # With nothing more to say, wait for news, at most until the next heartbeat.
+            if not self._publish_next() and self._news.wait(HEARTBEAT_S):
+                time.sleep(NEWS_DELAY_S)  # let a burst of commits become one batch
             self._news.clear()
         try:
             self._index.publish(Batch(self._core.info, self._acknowledged + 1, leaving=True))

@@ -73,12 +73,10 @@ class Attempt:
         return self.key_list[index - 1] if index else self.keys.parent
 
     def collides(self, chunk: Chunk, index: int) -> bool:
-        """True if the stored chunk was made of other tokens or hangs on another parent."""
-        if chunk.parent_key != self.parent_key(index) or chunk.space is not self.space:
-            return True
-        if self.prints is None or chunk.fingerprint is None:
-            return False
-        return self.prints[index + 1] != chunk.fingerprint or self.prints[index] != chunk.parent_fingerprint
+        """True if the stored chunk is not the one that this attempt means."""
+        prints = self.prints
+        own, parent = (None, None) if prints is None else (prints[index + 1], prints[index])
+        return chunk.differs(self.space, self.parent_key(index), own, parent)
 
 
 class Reservations:

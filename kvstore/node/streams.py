@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ from kvstore.errors import (
     StaleReference,
 )
 from kvstore.model import checksum
-from kvstore.model.layout import PageLayout, Rectangle
+from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
 from kvstore.node import RESERVATION_LIFETIME_MS, ReserveAnswer, ShardPlace
@@ -41,6 +40,7 @@ from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.core import NodeCore
 from kvstore.node.messages import PIECE_BYTES
 from kvstore.node.slots import slot_bytes
+from kvstore.node.stored import StoredChunk
 from kvstore.rpc.v1 import node_pb2
 
 STREAMS_LIMIT = 64
@@ -162,7 +162,7 @@ class _Put:
                 self._end(answer.attempt)
         if await next_part(self._parts) is not None:
             raise InvalidRequest(f"put: more was sent after the last of {len(self._keys)} chunks, which are stored")
-        _touch(self._core, self._session, self._keys, width)
+        touch_chain(self._core, self._session, self._keys, width)
         self._core.pool.counts["put_chunks"] += outcomes.count(Outcome.COMMITTED)
         return outcomes
 
@@ -272,7 +272,7 @@ class _Get:
             try:
                 for places in _by_chunk(answer.places, answer.run):
                     core.session(self._session)  # a reader that is being served is not idle
-                    chunk = StoredChunk(self._memory, layout, self._rectangle, places)
+                    chunk = StoredChunk(self._memory, layout, self._rectangle, places, PIECE_BYTES)
                     digest = await _off_loop(chunk.digest, size)
                     for message in self._messages_of(chunk, digest, size):
                         yield message
@@ -316,70 +316,7 @@ class _Get:
         if self._reason is not None:
             counts[f"get_misses_{self._reason.value}"] += 1
         if self._delivered > WINDOW_CHUNKS:
-            _touch(self._core, self._session, self._keys.slice(0, self._delivered), WINDOW_CHUNKS)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """The wanted rectangle of one chunk, seen through the stored shards that cover it.
-
-    Both sides are looked at as rows, one a (layer, page), of heads x head_page_bytes bytes: a stored shard gives the
-    wanted rectangle a block of rows and columns.
-    """
-
-    memory: Bytes
-    layout: PageLayout
-    wanted: Rectangle
-    places: Sequence[ShardPlace]
-
-    def digest(self) -> int | None:
-        """xxh3-64 of the wanted bytes; None if a shard does not match its checksums. Reads everything twice."""
-        if any(place.table_hash and self._differs(place) for place in self.places):
-            return None
-        state = xxhash.xxh3_64()
-        for piece in self.pieces():
-            state.update(piece.data)
-        return state.intdigest()
-
-    def pieces(self) -> Iterator[Bytes]:
-        """The wanted bytes [layer][page][head][head page] as private copies of at most 1 MiB, in order."""
-        rows = self.wanted.layers * self.layout.pages_per_chunk
-        width = self.wanted.heads * self.layout.head_page_bytes
-        row_step, column_step = max(1, PIECE_BYTES // width), min(width, PIECE_BYTES)
-        for row in range(0, rows, row_step):
-            for column in range(0, width, column_step):
-                yield self._block(row, min(row + row_step, rows), column, min(column + column_step, width))
-
-    def _block(self, row: int, row_stop: int, column: int, column_stop: int) -> Bytes:
-        block = np.empty((row_stop - row, column_stop - column), dtype=np.uint8)
-        pages, size, wanted = self.layout.pages_per_chunk, self.layout.head_page_bytes, self.wanted
-        for place in self.places:
-            stored = place.rectangle
-            common = stored.intersection(wanted)
-            if common is None:
-                continue
-            top = max(row, (common.layer_start - wanted.layer_start) * pages)
-            bottom = min(row_stop, (common.layer_stop - wanted.layer_start) * pages)
-            left = max(column, (common.head_start - wanted.head_start) * size)
-            right = min(column_stop, (common.head_stop - wanted.head_start) * size)
-            if top < bottom and left < right:
-                down = (wanted.layer_start - stored.layer_start) * pages
-                across = (wanted.head_start - stored.head_start) * size
-                lines = self._payload(place).reshape(-1, stored.heads * size)
-                source = lines[top + down : bottom + down, left + across : right + across]
-                block[top - row : bottom - row, left - column : right - column] = source
-        return block
-
-    def _payload(self, place: ShardPlace) -> Bytes:
-        start = place.slot * UNIT_BYTES
-        return self.memory[start : start + self.layout.payload_bytes(place.rectangle)]
-
-    def _differs(self, place: ShardPlace) -> bool:
-        start = place.slot * UNIT_BYTES + self.layout.payload_bytes(place.rectangle)
-        table = self.memory[start : start + checksum.table_bytes(place.rectangle)]
-        return checksum.table_hash(table) != place.table_hash or checksum.differs(
-            self._payload(place), table, self.layout, place.rectangle
-        )
+            touch_chain(self._core, self._session, self._keys.slice(0, self._delivered), WINDOW_CHUNKS)
 
 
 async def _off_loop(work: Callable[[], T], size_bytes: int) -> T:
@@ -394,7 +331,7 @@ def _by_chunk(places: Sequence[ShardPlace], run: int) -> list[list[ShardPlace]]:
     return found
 
 
-def _touch(core: NodeCore, session: int, keys: Keys, width: int) -> None:
+def touch_chain(core: NodeCore, session: int, keys: Keys, width: int) -> None:
     """One use of the whole chain: its windows were used head first, but parents must be younger than children."""
     for start in reversed(range(0, len(keys), width)):
         core.touch(session, list(keys.slice(start, start + width)))

@@ -18,7 +18,8 @@ from kvstore import errors
 from kvstore.errors import InvalidRequest, KvStoreError, LimitExceeded
 from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Geometry, Rectangle
 from kvstore.model.prefix import KEY_BYTES, Keys
-from kvstore.model.values import NodeInfo, Ticket, TicketRank
+from kvstore.model.ticket import Ticket, TicketRank
+from kvstore.model.values import NodeInfo
 from kvstore.rpc.v1 import node_pb2, scheduler_pb2
 
 KEYS_A_CALL_LIMIT: Final = 65_536

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kvstore.model.prefix import Keys
-from kvstore.model.values import Ticket
+from kvstore.model.ticket import Ticket
 from kvstore.rpc import wire
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import scheduler_pb2, scheduler_pb2_grpc

@@ -20,7 +20,7 @@ from kvstore.metadata.embedded import EmbeddedIndex
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Geometry, Rectangle
 from kvstore.model.prefix import Keys
-from kvstore.model.values import Ticket, TicketRank
+from kvstore.model.ticket import Ticket, TicketRank
 from kvstore.rpc import serving, wire
 from kvstore.rpc.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvstore.scheduler import Candidate, Policy, Request, Worker, WorkerRole, make_policy

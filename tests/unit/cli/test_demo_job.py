@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.analytics.trace import Request
-from kvstore.cli.demo_cluster import Served, ticket_fields
+from kvstore.cli.demo_cluster import Served
 from kvstore.cli.demo_job import (
     SESSIONS,
     TURNS,
@@ -22,7 +22,7 @@ from kvstore.cli.demo_job import (
 from kvstore.errors import KvStoreError
 from kvstore.model.layout import Dtype, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
-from kvstore.model.values import Ticket, TicketRank
+from kvstore.model.ticket import Ticket, TicketRank
 from kvstore.scheduler.client import Pick
 
 TICKET = Ticket(b"i" * 16, b"n" * 16, b"f" * 16, b"l" * 16, 3, 5, (TicketRank("a", 7, Rectangle(0, 2, 1, 3)),))
@@ -143,6 +143,5 @@ def test_an_engine_that_fails_ends_the_job() -> None:
 
 
 def test_tickets_travel_as_the_engines_read_them() -> None:
-    from engine_adapter.ticket import ticket_from_json
 
-    assert ticket_from_json(ticket_fields(TICKET)) == TICKET
+    assert Ticket.from_json(TICKET.to_json()) == TICKET

@@ -11,10 +11,9 @@ import kvstore
 from engine_adapter.model import Engine, ModelConfig
 from engine_adapter.reference import ReferenceWorker, serve
 from engine_adapter.session import PoolSession
-from engine_adapter.ticket import ticket_from_json, ticket_to_json
 from kvstore.errors import InvalidRequest, Unreachable
 from kvstore.model.layout import Rectangle
-from kvstore.model.values import Ticket, TicketRank
+from kvstore.model.ticket import Ticket, TicketRank
 
 CONFIG = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp_hidden=96, vocabulary=97, page_tokens=4)
 CHUNK = CONFIG.chunk_tokens
@@ -225,10 +224,10 @@ def test_commands_are_answered_in_order_and_wrong_ones_change_nothing(client):
 def test_a_ticket_survives_json():
     rank = TicketRank("node-1", (1 << 63) + 5, Rectangle(0, 2, 0, 2))
     ticket = Ticket(bytes(range(16)), bytes(16), b"\xff" * 16, b"\x00" * 15 + b"\x01", 3, 7, (rank,))
-    assert ticket_from_json(json.loads(json.dumps(ticket_to_json(ticket)))) == ticket
-    for bad in ({}, {"id": "zz"}, ticket_to_json(ticket) | {"chunk_count": 0}, ticket_to_json(ticket) | {"ranks": 5}):
+    assert Ticket.from_json(json.loads(json.dumps(ticket.to_json()))) == ticket
+    for bad in ({}, {"id": "zz"}, ticket.to_json() | {"chunk_count": 0}, ticket.to_json() | {"ranks": 5}):
         with pytest.raises(InvalidRequest):
-            ticket_from_json(bad)
+            Ticket.from_json(bad)
 
 
 @pytest.mark.slow

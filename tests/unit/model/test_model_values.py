@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.values import Outcome, Ticket
+from kvstore.model.ticket import Ticket
+from kvstore.model.values import Outcome
 
 
 def test_refused_outcomes_are_those_named_so() -> None:

@@ -11,7 +11,8 @@ from kvstore.errors import InvalidRequest, KvStoreError, LayoutMismatch, LimitEx
 from kvstore.model.layout import Dtype, Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import KeyChain, Keys
-from kvstore.model.values import NodeInfo, Ticket, TicketRank
+from kvstore.model.ticket import Ticket, TicketRank
+from kvstore.model.values import NodeInfo
 from kvstore.rpc import wire
 from kvstore.rpc.v1 import node_pb2, scheduler_pb2
 

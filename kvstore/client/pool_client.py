@@ -102,6 +102,8 @@ class Client:
         self.transport = transport
         self._host_path = host_path
         self._host = host
+        self._met = host is not None
+        """A node that was there once and is not now is a miss, not an error."""
         self._own = own if host is None else host.info
         self._index = index
         self._name = name or f"pid {os.getpid()}"
@@ -176,16 +178,19 @@ class Client:
             if lost is not None:
                 lost.close()
                 self.counters.add("sessions_lost")
+            fresh = None
             try:
                 fresh = SocketHost(self._host_path, self._name)
                 for cache in self._caches:
                     cache.register(fresh, 5.0)
             except KvStoreError:
                 self._mark_bad(self._host_path)
-                if lost is None:
+                if fresh is not None:
+                    fresh.close()
+                if not self._met:
                     raise
                 return None
-            self._host, self._own = fresh, fresh.info
+            self._host, self._own, self._met = fresh, fresh.info, True
             return fresh
 
     def nodes_with(self, keys: Keys, rectangle: Rectangle) -> list[NodeMatch]:

@@ -20,6 +20,7 @@ from typing import Any
 from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.core import NodeCore, Session
+from kvstore.node.handover import Seat
 from kvstore.rpc import handshake
 from kvstore.rpc.handshake import Kind
 
@@ -30,8 +31,9 @@ HELLO_TIMEOUT_S = 5.0
 class SessionServer:
     """Accepts clients on `path` (mode 0660) and translates their sockets' lives for the core."""
 
-    def __init__(self, core: NodeCore, catalog_fd: int, arena: DramArena, path: str) -> None:
+    def __init__(self, core: NodeCore, catalog_fd: int, arena: DramArena, path: str, seat: Seat | None = None) -> None:
         self._core = core
+        self._seat = seat
         self._catalog_fd = catalog_fd
         self._arena = arena
         self._path = Path(path)
@@ -61,7 +63,9 @@ class SessionServer:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             peer, _ = listener.accept()
             peer.setblocking(False)
-            connection = _Connection(self._core, self._catalog_fd, self._arena, peer, self._connections.discard)
+            connection = _Connection(
+                self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._seat
+            )
             self._connections.add(connection)
 
     def stop(self) -> None:
@@ -85,8 +89,10 @@ class _Connection:
         arena: DramArena,
         peer: socket.socket,
         on_end: Callable[[_Connection], None],
+        seat: Seat | None,
     ) -> None:
         self._core = core
+        self._seat = seat
         self._catalog_fd = catalog_fd
         self._arena = arena
         self._peer: socket.socket | None = peer
@@ -134,6 +140,8 @@ class _Connection:
         self._timeout.cancel()
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._process_ended)
+            if self._seat is not None:  # before it gets memory: whoever can write is known to the supervisor
+                self._seat.keep(session.number, owner, self._pidfd)
         info = self._core.info
         answer = handshake.describe(
             Kind.WELCOME,
@@ -200,6 +208,8 @@ class _Connection:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+            if self._seat is not None and self._session is not None:
+                self._seat.drop(self._session.number)
         self._on_end(self)
 
     @staticmethod

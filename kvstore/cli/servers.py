@@ -1,7 +1,7 @@
 """`kvstore up | node | metadata | router`: start servers and stay until SIGTERM or Ctrl-C.
 
-Whatever has a node runs under a supervisor, which keeps the node's memory when the server dies. `kvstore.assemble` is
-imported inside the commands: it brings gRPC, which `--help` has no use for.
+Whatever has a node runs under a supervisor, which keeps the node's memory when the server dies: the command replaces
+this process (exec). `kvstore.assemble` is imported inside the commands: it brings gRPC, which `--help` has no use for.
 """
 
 from __future__ import annotations

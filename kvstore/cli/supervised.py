@@ -11,7 +11,6 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from kvstore import assemble
 from kvstore.cli import failed
 from kvstore.cli.output import announcer
 from kvstore.config import MetadataSettings, NodeSettings, RouterSettings, Settings
@@ -43,6 +42,8 @@ def start(node: NodeSettings, others: dict[str, Settings | None], *, as_json: bo
 
 def work(seat: Seat, payload: dict[str, Any]) -> int:
     """Be a worker of the supervisor that gave this seat; returns the exit status."""
+    from kvstore import assemble  # it brings gRPC, which `start` has no use for
+
     settings = payload["settings"]
     node, announce = NodeSettings(**settings["node"]), announcer(as_json=payload["as_json"])
     try:

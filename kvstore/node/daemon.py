@@ -139,6 +139,12 @@ class NodeDaemon:
         self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings)
         if last_epoch:
             self._recovered = recover(core, memory.catalog, time.monotonic())
+            logger.warning(
+                "took over the memory of an earlier worker: %d chunks kept, %d shards dropped, %d slots in quarantine",
+                self._recovered.chunks,
+                self._recovered.dropped_shards,
+                self._recovered.quarantined_slots,
+            )
             self._former = FormerWriters(core, self._recovered.holders, seat)
         arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
         servicer = NodeServicer(core, PageStreams(core, arena_view), self._more_stats)

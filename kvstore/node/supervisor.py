@@ -83,7 +83,8 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write)
         while True:
-            code = self._watch(self._start())
+            worker = self._start()
+            code = 1 if worker is None else self._watch(worker)
             if self._stopping:
                 return max(code, 0)
             if code == FULL_RESTART_CODE:
@@ -98,15 +99,21 @@ class Supervisor:
 
     # --- a worker's life ---------------------------------------------------------------------------------
 
-    def _start(self) -> _Worker:
-        """Fork. The child never returns from here: it ends by SystemExit."""
+    def _start(self) -> _Worker | None:
+        """Fork; None if there is no process to be had. The child never returns from here: it ends by SystemExit."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._starts += 1
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as exc:
+            logger.error("cannot start a worker: %s", exc)
+            ours.close()
+            theirs.close()
+            return None
         if pid == 0:
             ours.close()
             self._become_worker(theirs, parent)
@@ -188,9 +195,9 @@ class Supervisor:
         what = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}"
         if count >= DEATHS_LIMIT:
             logger.error(
-                "the worker %s, its %s death within %g s: giving up; the contents of the DRAM tier are lost",
+                "the worker %s, its %dth death within %g s: giving up; the contents of the DRAM tier are lost",
                 what,
-                f"{count}th",
+                count,
                 DEATHS_WINDOW_S,
             )
             return None

@@ -129,8 +129,8 @@ class NodeSettings(Settings):
     )
     host_id: Name = Field(
         default="",
-        description="Clients whose host id is equal read through shared memory, all others over the network. Empty: "
-        "boot id and host name of this machine.",
+        description="Name of this host. A client that names another one reads over the network, even where it could "
+        "open the socket. Empty: boot id and host name of this machine.",
     )
     socket_dir: Folder = Field(
         default="",

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.client.counters import Counters
-from kvstore.client.host import HostNode, SocketHost
+from kvstore.client.host import HostNode, SocketHost, same_host
 from kvstore.client.remote import Peer
 from kvstore.errors import ConfigurationError, ForkedProcess, KvStoreError, NotFound, StaleReference, Unreachable
 from kvstore.metadata import Index, NodeMatch
@@ -40,37 +39,46 @@ def connect(
     transport: str = "auto",
     staging: str | int = "64MiB",
     name: str = "",
+    host_id: str = "",
     deadline_s: float = 5.0,
 ) -> Client:
     """A client of the node at `node` (gRPC address or path of its Unix socket) and the index at `metadata`.
 
-    `transport`: auto = shared memory where the node is on this host, else tcp; shm and tcp force one. Raises
+    `transport`: auto = shared memory where the node is on this host, else tcp; shm and tcp force one. The node is on
+    this host if it hands its memory over and its host id is `host_id`; empty: the hand-over alone decides. Raises
     Unreachable if the node does not answer, ConfigurationError for shm where memory cannot be shared.
     """
     if transport not in TRANSPORTS:
         raise ConfigurationError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
     if node is None and metadata is None:
         raise ConfigurationError("give the address of a node, of the metadata service, or of both")
-    index = RemoteIndex(metadata) if metadata else None
     size = staging if isinstance(staging, int) else parse_size(staging)
-    path, own = _socket_path(node, transport, deadline_s) if node else (None, None)
-    client = Client(path, own, index, transport=transport, staging_bytes=size, name=name)
-    if path is not None:
-        client.host()
-    return client
+    name = name or f"pid {os.getpid()}"
+    host, own = _meet(node, transport, host_id, name, deadline_s) if node else (None, None)
+    path = host.path if host is not None else None
+    index = RemoteIndex(metadata) if metadata else None
+    return Client(path, own, index, transport=transport, staging_bytes=size, name=name, host=host)
 
 
-def _socket_path(node: str, transport: str, deadline_s: float) -> tuple[str | None, NodeInfo | None]:
-    """(Unix socket to share memory through, what is known of the node). The path is None where tcp is to be used."""
+def _meet(
+    node: str, transport: str, host_id: str, name: str, deadline_s: float
+) -> tuple[SocketHost | None, NodeInfo | None]:
+    """(session with a node that is on this host, None where tcp is to be used; what is known of the node)."""
     if "/" in node:
         if transport == "tcp":
             raise ConfigurationError("transport tcp needs the node's gRPC address, not its socket")
-        return node, None
+        host = SocketHost(node, name, deadline_s)
+        if host_id in ("", host.info.host_id):
+            return host, host.info
+        host.close()
+        raise ConfigurationError(f"{node} belongs to host {host.info.host_id}, not {host_id}; give its gRPC address")
     info = _probe(node, deadline_s)
-    reachable = bool(info.socket_path) and Path(info.socket_path).exists()
-    if transport == "shm" and not reachable:
-        raise ConfigurationError(f"{node} shares no memory with this host (no socket {info.socket_path}); use tcp")
-    return (info.socket_path if reachable and transport != "tcp" else None), info
+    shared = same_host(info, host_id, name, deadline_s) if transport != "tcp" else None
+    if transport == "shm" and shared is None:
+        raise ConfigurationError(
+            f"{node} (host {info.host_id}, socket {info.socket_path}) shares no memory with this process; use tcp"
+        )
+    return shared, info
 
 
 def _probe(address: str, deadline_s: float) -> NodeInfo:

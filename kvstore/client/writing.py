@@ -24,6 +24,8 @@ from kvstore.model.values import Outcome
 from kvstore.node import CommitAnswer, ReserveAnswer
 
 UNIT_BYTES = 4096
+CACHE_BYTES = 512 << 10
+"""What is copied before its checksums are taken; half of a common second-level cache."""
 _ROUNDS = 3
 """Second looks at keys in progress; what is still in progress then is left to its writer."""
 _ABORT_S = 1.0
@@ -98,19 +100,23 @@ class PendingWrite:
                 self._put(index, layer_start, layer_stop, source)
 
     def _put(self, index: int, layer_start: int, layer_stop: int, source: Source) -> None:
-        first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
-        pages = self._payload(index).reshape(self.layout.shape(self.rectangle))[first:last]
-        source.gather(index, pages, layer_start, self.rectangle.head_start)
+        """Copy, and take the checksums piece by piece while the piece is still in the core's own cache."""
+        pages = self._payload(index).reshape(self.layout.shape(self.rectangle))
+        base, heads = self.rectangle.layer_start, (self.rectangle.head_start, self.rectangle.head_stop)
         filled = self._filled.get(index)
         if filled is None:
             filled = self._filled[index] = _Filled(0, None)
-        if self.checksums:
-            part = Rectangle(layer_start, layer_stop, self.rectangle.head_start, self.rectangle.head_stop)
-            table = checksum.table_of(pages.reshape(-1), self.layout, part)
-            if filled.table is None:
-                filled.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
-            filled.table[first:last] = table
-        filled.layers |= (1 << last) - (1 << first)
+        step = max(1, CACHE_BYTES // pages[0].nbytes) if self.checksums else layer_stop - layer_start
+        for start in range(layer_start, layer_stop, step):
+            stop = min(start + step, layer_stop)
+            piece = pages[start - base : stop - base]
+            source.gather(index, piece, start, heads[0])
+            if self.checksums:
+                if filled.table is None:
+                    filled.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
+                part = Rectangle(start, stop, *heads)
+                filled.table[start - base : stop - base] = checksum.table_of(piece.reshape(-1), self.layout, part)
+        filled.layers |= (1 << layer_stop - base) - (1 << layer_start - base)
 
     def commit(self, upto: int | None = None) -> WriteResult:
         """Make filled chunks visible.

@@ -87,7 +87,7 @@ class CatalogShape:
     @classmethod
     def make(cls, arena_bytes: int, slot_count: int) -> CatalogShape:
         """Twice as many entries as slots, the number of buckets rounded up to a power of two."""
-        buckets = 1 << max(4, (2 * slot_count // BUCKET_ENTRIES - 1).bit_length())
+        buckets = 1 << max(4, (-(-2 * slot_count // BUCKET_ENTRIES) - 1).bit_length())
         units = -(-arena_bytes // UNIT_BYTES)
         sizes = (
             UNIT_BYTES,  # header
@@ -356,12 +356,15 @@ class _DirectoryChange:
         self._words[Header.DIRECTORY_VERSION] += 1
 
 
+_mixes: dict[int, tuple[int, int]] = {}
+
+
 def hash_words(key: bytes, shard: int) -> tuple[int, int]:
     """The two hash words of (key, shard): key words, each xored with the shard spread over 64 bits."""
-    return (
-        int.from_bytes(key[:8], "little") ^ (shard * SHARD_MIX_0) % _WORD,
-        int.from_bytes(key[8:], "little") ^ (shard * SHARD_MIX_1) % _WORD,
-    )
+    mixes = _mixes.get(shard)
+    if mixes is None:
+        mixes = _mixes[shard] = (shard * SHARD_MIX_0) % _WORD, (shard * SHARD_MIX_1) % _WORD
+    return int.from_bytes(key[:8], "little") ^ mixes[0], int.from_bytes(key[8:], "little") ^ mixes[1]
 
 
 def tag_of(key: bytes, shard: int) -> int:

@@ -178,6 +178,8 @@ class NodeCore:
         """See NodeApi. The present part of the chain counts as used, and is pinned where a ticket is named."""
         owner = self.session(session)
         space = self._space(keys)
+        if keys.fingerprints is None:
+            raise InvalidRequest("writers send the fingerprints of their keys: readers confirm a hit by them")
         if space.rectangle(shard) is None:
             raise NotFound(f"shard {shard:#010x} belongs to no geometry registered for {space.namespace.title}")
         life_s = RESERVATION_LIFETIME_MS / 1000

@@ -119,6 +119,7 @@ class Client:
         self._addresses: dict[str, NodeInfo] = {}
         self._caches: list[Cache] = []
         self._background: ThreadPoolExecutor | None = None
+        self._prefetcher: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._tcp = TcpTransport()
 
@@ -169,7 +170,7 @@ class Client:
         """The own host's node (or the one that was named), None if there is none."""
         return self._own
 
-    def host(self) -> HostNode | None:
+    def host(self, deadline_s: float = 5.0) -> HostNode | None:
         """The session with the own host's node, opened again if it was lost; None if there is none now."""
         self.check_process()
         host = self._host
@@ -184,25 +185,29 @@ class Client:
             if lost is not None:
                 lost.close()
                 self.counters.add("sessions_lost")
+            fresh: SocketHost | None = None
             try:
-                fresh = SocketHost(self._host_path, self._name)
+                fresh = SocketHost(self._host_path, self._name, deadline_s)
                 for cache in self._caches:
-                    cache.register(fresh, 5.0)
+                    cache.register(fresh, deadline_s)
             except KvStoreError:
+                if fresh is not None:
+                    fresh.close()
                 self._mark_bad(self._host_path)
-                if lost is None:
-                    raise
                 return None
             self._host, self._own = fresh, fresh.info
             return fresh
 
-    def nodes_with(self, keys: Keys, rectangle: Rectangle) -> list[NodeMatch]:
+    def nodes_with(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> list[NodeMatch]:
         """Other nodes that hold a prefix of these keys, the longest first. Empty if the index does not answer."""
         if self._index is None or not len(keys) or self._is_bad("index"):
             return []
         try:
-            found = self._index.match(keys, rectangle)
-        except (Unreachable, StaleReference, KvStoreError):
+            if isinstance(self._index, RemoteIndex):
+                found = self._index.match(keys, rectangle, deadline_s=deadline_s)
+            else:
+                found = self._index.match(keys, rectangle)
+        except KvStoreError:
             self._mark_bad("index")
             self.counters.add("index_unreachable")
             return []
@@ -291,11 +296,18 @@ class Client:
     # --- the rest ----------------------------------------------------------------------------------------
 
     def background(self) -> ThreadPoolExecutor:
-        """Threads for what overlaps with the caller's own work: commits of a batch, prefetches."""
+        """Threads for what overlaps with the caller's own work: commits and checks of a batch."""
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(4, thread_name_prefix="kvstore-client")
             return self._background
+
+    def prefetcher(self) -> ThreadPoolExecutor:
+        """Threads for whole prefetches: these wait for `background`, so they must not fill it."""
+        with self._lock:
+            if self._prefetcher is None:
+                self._prefetcher = ThreadPoolExecutor(2, thread_name_prefix="kvstore-prefetch")
+            return self._prefetcher
 
     def flush_touches(self, deadline_s: float = 1.0) -> None:
         """Return when the own host's node has seen all uses so far."""
@@ -321,8 +333,9 @@ class Client:
     def close(self) -> None:
         """End all sessions and connections. No call may be under way."""
         self.check_process()
-        if self._background is not None:
-            self._background.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._prefetcher, self._background):
+            if threads is not None:
+                threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
             host, self._host, self._host_path = self._host, None, None

@@ -258,6 +258,10 @@ class NodeCore:
             break
         lease = 0
         lease_ms = min(lease_ms, LEASE_LIMIT_MS)
+        if lease_ms:  # a read; probes are not counted
+            self.pool.counts["acquired_tokens"] += keys.tokens_of_first(len(chunks))
+            if reason is not None:
+                self.pool.counts[f"acquire_miss_{reason.value}"] += 1
         if chunks and lease_ms:
             lease = self.holds.lease(session, chunks[-1], self._clock() + lease_ms / 1000)
             self.pool.touch([chunk.key for chunk in chunks])
@@ -373,8 +377,13 @@ class NodeCore:
     def stats(self) -> dict[str, int]:
         """Flat figures for people and dashboards."""
         pool = self.pool
-        reserved = sum(len(a.grants) for a in self.reservations.attempts.values())
-        quarantined = sum(s.writer.held_bytes for s in self.sessions.values() if not s.open)
+        reserved = [grant.size_bytes for a in self.reservations.attempts.values() for grant in a.grants.values()]
+        quarantined = sum(
+            size
+            for session in self.sessions.values()
+            for slots in session.writer.quarantined.values()
+            for _, size in slots
+        )
         return {
             "chunks": pool.committed_chunks,
             "namespaces": len(pool.spaces),
@@ -382,7 +391,8 @@ class NodeCore:
             "arena_bytes": pool.allocator.arena_bytes,
             "open_bytes": pool.allocator.open_until,
             "used_bytes": pool.allocator.used_bytes,
-            "reserved_slots": reserved,
+            "reserved_slots": len(reserved),
+            "reserved_bytes": sum(reserved),
             "quarantined_bytes": quarantined,
             "leases": len(self.holds.leases),
             "tickets": len(self.holds.tickets),

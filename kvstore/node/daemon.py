@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import mmap
 import time
@@ -22,8 +21,9 @@ from kvstore.model.values import NodeInfo
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.catalog import CatalogShape, CatalogWriter, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
+from kvstore.node.exporter import Exporter
 from kvstore.node.publisher import Publisher
-from kvstore.node.server import NodeServicer
+from kvstore.node.server import NodeServicer, SessionVerbs
 from kvstore.node.sessions import SessionServer
 from kvstore.node.slots import SlotAllocator
 from kvstore.node.streams import PageStreams
@@ -115,7 +115,7 @@ class NodeDaemon:
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(info, self._advertised(control))
-        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path)
+        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer))
         self._sessions.start()
         self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
         if self._index is not None:
@@ -158,17 +158,18 @@ class NodeDaemon:
             self.core.on_commit()
 
     async def _tick(self) -> None:
+        exporter = Exporter()
         while True:
             await asyncio.sleep(TICK_S)
             self.core.tick()
-            stats = self.core.stats()
-            metrics.QUARANTINED_BYTES.set(stats["quarantined_bytes"])
-            metrics.CATALOG_ENTRIES.set(stats["catalog_entries"])
+            lag_ms = self._publisher.loop_lag_ms if self._publisher else 0.0
+            exporter.export(self.core.stats(), lag_ms, self._tcp.payload_bytes_sent)
 
     def _more_stats(self) -> dict[str, Any]:
         lag = self._publisher.loop_lag_ms if self._publisher else 0.0
         return {
             "tcp_connections": self._tcp.connection_count,
+            "tcp_payload_bytes_sent": self._tcp.payload_bytes_sent,
             "loop_lag_ms": round(lag, 3),
             "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
             "populated_bytes": self._memory.arena.populated_bytes,
@@ -177,10 +178,3 @@ class NodeDaemon:
 
 def _with_control(info: NodeInfo, control_address: str) -> NodeInfo:
     return NodeInfo(info.node_id, info.epoch, info.host_id, control_address, info.data_address, info.socket_path)
-
-
-async def serve_until_cancelled(daemon: NodeDaemon) -> None:
-    """Keep a started daemon until the task is cancelled, then stop it."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.Event().wait()
-    await daemon.stop()

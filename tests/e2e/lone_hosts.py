@@ -85,8 +85,9 @@ class Host:
             child.wait_end(5.0)
 
     def _inside(self, command: str) -> list[str]:
-        enter = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", f"--wdns={self._folder}"]
-        return [*enter, "bash", "-c", command]
+        # Entering a mount namespace leads to its root folder.
+        inside = f"cd '{self._folder}' && {command}"
+        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "bash", "-c", inside]
 
 
 @contextmanager

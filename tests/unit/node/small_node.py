@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +62,7 @@ class SmallNode:
         arena_bytes = self.slots * UNIT_BYTES
         shape = CatalogShape.make(arena_bytes, self.entries or self.slots)
         self.catalog_fd, memory = create_catalog(shape)
+        weakref.finalize(self, os.close, self.catalog_fd)
         self.writer = CatalogWriter(memory, shape, self.info.epoch)
         self.allocator = SlotAllocator(arena_bytes, arena_bytes)
         self.core = NodeCore(self.info, self.writer, self.allocator, self.clock, self.settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvstore.errors import CapacityExhausted, LayoutMismatch, LimitExceeded, NotFound, SessionLost
@@ -31,7 +33,7 @@ def node() -> SmallNode:
 def test_an_unknown_session_is_lost_for_every_verb(node: SmallNode) -> None:
     node.open(SPACE)
     shard = Geometry.whole(SMALL).shard(0)
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: node.core.register_namespace(7, SPACE, None, ()),
         lambda: node.core.reserve(7, KEYS, shard, b""),
         lambda: node.core.commit(7, 1, [0], [0], True),

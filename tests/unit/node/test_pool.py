@@ -133,6 +133,7 @@ def test_a_full_catalog_refuses_and_leaks_nothing() -> None:
         outcomes = node.store(session, keys_of(SPACE, prompt, 2))
         if Outcome.REFUSED_CATALOG_FULL in outcomes:
             refused.append(prompt)
+        assert not node.core.pool.forest.orphans, "no tail is stored whose head was refused"
     assert refused, "64 entries do not hold 120 chunks"
     stats = node.core.stats()
     assert stats["catalog_entries"] == stats["chunks"] == stats["used_bytes"] // 4096 <= 64

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -146,10 +146,6 @@ class NodeSettings(Settings):
         default="",
         description="Name of the node in the pool; two nodes with one name push each other out. Empty: made once and "
         "kept in data_dir.",
-    )
-    transport: Literal["auto", "shm", "tcp"] = Field(
-        default="auto",
-        description="Path on which this node pulls pages from other nodes: `shm`, `tcp`, or the fastest that works.",
     )
     insecure: bool = Field(
         default=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import mmap
 import time
@@ -35,6 +36,9 @@ from kvstore.transport.tcp_server import TcpServer
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
 _SERVICE = "kvstore.v1.NodeService"
+_GC_THRESHOLDS = 50_000, 20, 100_000
+"""Chunks are freed by their reference counts; a full collection over a million of them would hold the loop for a
+second, so the oldest generation is practically never collected."""
 
 
 @dataclass(slots=True)
@@ -79,6 +83,7 @@ class NodeDaemon:
 
     async def start(self) -> dict[str, Any]:
         """Bind everything; returns the announcement: addresses, node id, sizes."""
+        gc.set_threshold(*_GC_THRESHOLDS)
         settings = self._settings
         memory = NodeMemory.create(settings.dram, settings.slots)
         self._memory = memory

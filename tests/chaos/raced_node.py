@@ -4,9 +4,9 @@ A page holds `mark ^ (place * ODD)` in its u64 word number `place`; the mark joi
 version, which is new at every write. So a page of another key, of two versions at once, or one that was moved is
 recognised.
 
-Run as a script it is a node that reuses its slots without pause: `raced_node.py FOLDER SLOTS PROMPTS CHUNKS`. It prints
-what the node announces, writes so many prompts of so many chunks each until a line arrives on its standard input, answers how many chunks it put, and serves on until the
-input ends.
+Run as a script it is a node that reuses its slots: `raced_node.py FOLDER SLOTS PROMPTS CHUNKS PAUSE_MS`. It
+prints what the node announces, writes so many prompts of so many chunks each, with so long a pause between two, until a
+line arrives on its standard input, answers how many chunks it put, and serves on until the input ends.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class PagesWriter:
         return self.core.remove(self.session, self.space.id, list(keys))
 
 
-async def _race(folder: Path, slots: int, prompt_count: int, chunks: int) -> None:
+async def _race(folder: Path, slots: int, prompt_count: int, chunks: int, pause_ms: int) -> None:
     settings = NodeSettings(
         control_address="127.0.0.1:0",
         metrics_address="",
@@ -140,9 +140,10 @@ async def _race(folder: Path, slots: int, prompt_count: int, chunks: int) -> Non
     while not told.done():
         keys = prompts[generator.randrange(prompt_count)]
         if generator.random() < 0.7:  # else what is there stays, and others are evicted for what is not
-            writer.remove(keys)
+            tail = min(chunks, generator.choice((4, 32, 256, chunks)))
+            writer.remove(keys.slice(chunks - tail, chunks))
         count += writer.put(keys)
-        await asyncio.sleep(0)
+        await asyncio.sleep(pause_ms / 1000)
     print(count, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     daemon.core.check()

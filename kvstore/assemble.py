@@ -216,13 +216,6 @@ class EmbeddedHost:
             self.core.renew(self._session)
             return self.core.commit(self._session, attempt, indices, table_hashes, last)
 
-    def begin_commit(
-        self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], deadline_s: float
-    ) -> Callable[[], CommitAnswer]:
-        """See NodeApi; done at once."""
-        answer = self.commit(attempt, indices, table_hashes, False, deadline_s)
-        return lambda: answer
-
     def abort(self, attempt: int, deadline_s: float) -> None:
         """See NodeApi."""
         with self._verb():

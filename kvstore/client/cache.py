@@ -14,7 +14,7 @@ from kvstore.client.local import read_local
 from kvstore.client.remote import RemoteRead, read_remote
 from kvstore.client.remote_writing import write_remote
 from kvstore.client.values import Bytes, Destination, Match, ReadResult, WriteResult
-from kvstore.client.writing import PendingWrite, write_whole
+from kvstore.client.writing import PendingWrite
 from kvstore.errors import InvalidRequest, KvStoreError, Unreachable
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
@@ -166,7 +166,8 @@ class Cache:
         pending = self.begin_write(keys, for_ticket=for_ticket, deadline_s=deadline_s)
         with pending:
             pages = buffers.as_source(source, self.layout, self.rectangle, len(keys))
-            return write_whole(pending, pages)
+            pending.put_layers(self.rectangle.layer_start, self.rectangle.layer_stop, pages)
+            return pending.commit()
 
     def _write_remote(
         self, target: NodeInfo, keys: Keys, source: Any, end_s: float, for_ticket: Ticket | None

@@ -46,7 +46,7 @@ class SocketHost:
         self.arena = self._shared.arena
         self.reader = self._shared.reader
         self.writable = self._shared.writable
-        self._remote = RemoteNode(self.info.control_address, self._shared.session, direct=self._shared.begin_call)
+        self._remote = RemoteNode(self.info.control_address, self._shared.session, direct=self._shared.call)
         self.api: NodeApi = self._remote
 
     @property

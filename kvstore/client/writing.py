@@ -6,9 +6,8 @@ written from the same source. Slots are written only between the grant and the e
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -25,8 +24,6 @@ from kvstore.model.values import Outcome
 from kvstore.node import CommitAnswer, ReserveAnswer
 
 UNIT_BYTES = 4096
-COMMIT_BYTES = 128 << 20
-"""A larger write is committed in parts of this size, each while the next one is copied."""
 CACHE_BYTES = 512 << 10
 """What is copied before its checksums are taken; half of a common second-level cache."""
 _ROUNDS = 3
@@ -64,7 +61,6 @@ class PendingWrite:
     _slots: dict[int, int] = field(init=False)
     _filled: dict[int, _Filled] = field(init=False, default_factory=dict)
     _sources: dict[tuple[int, int, int], Source] = field(init=False, default_factory=dict)
-    _begun: list[tuple[list[int], Callable[[], CommitAnswer]]] = field(init=False, default_factory=list)
     _ended: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +135,6 @@ class PendingWrite:
         A granted chunk that is not filled in all layers is given back at the end. Keys that others were writing are
         looked at again at the end and written too if they came free.
         """
-        self._settle()
         last = upto is None
         self._commit([i for i in self._slots if upto is None or i < upto], last)
         rounds = 0
@@ -152,22 +147,6 @@ class PendingWrite:
             self.abort()
         self._ended = self._ended or last
         return WriteResult(tuple(self.outcomes))
-
-    def commit_soon(self, chunks: Sequence[int]) -> None:
-        """Begin to commit these filled chunks while the caller fills others; `commit` and `abort` wait for it."""
-        ready = self._ready(chunks)
-        if ready:
-            hashes = [self._write_table(index) for index in ready]
-            answer = self.host.api.begin_commit(self.answer.attempt, ready, hashes, self._left())
-            self._begun.append((ready, answer))
-            for index in ready:
-                del self._filled[index]
-
-    def _settle(self) -> None:
-        """Wait for what `commit_soon` has begun."""
-        while self._begun:
-            ready, answer = self._begun.pop(0)
-            self._note(ready, answer(), last=False)
 
     def _ready(self, places: Sequence[int]) -> list[int]:
         whole = (1 << self.rectangle.layers) - 1
@@ -184,8 +163,8 @@ class PendingWrite:
     def _note(self, ready: list[int], answer: CommitAnswer, last: bool) -> None:
         for index, outcome in zip(ready, answer.outcomes, strict=True):
             self.outcomes[index] = outcome
-            self._slots.pop(index, None)
-            self._filled.pop(index, None)
+            self._slots.pop(index)
+            self._filled.pop(index)
         if last:
             for index in self._slots:  # not filled: given back
                 self.outcomes[index] = Outcome.REFUSED_STALE
@@ -202,10 +181,6 @@ class PendingWrite:
     def abort(self) -> None:
         """Give everything back that was not committed."""
         self._ended = True
-        begun, self._begun = self._begun, []
-        for _, answer in begun:
-            with contextlib.suppress(KvStoreError):  # what it did not commit is given back below
-                answer()
         for index in self._slots:
             self.outcomes[index] = Outcome.REFUSED_STALE
         self._slots = {}
@@ -229,19 +204,3 @@ class PendingWrite:
 
     def _left(self) -> float:
         return max(0.001, self.deadline_s - time.monotonic())
-
-
-def write_whole(pending: PendingWrite, source: Source) -> WriteResult:
-    """Fill and commit everything that is granted; gives back what a failure leaves."""
-    granted = pending.granted
-    layers = pending.rectangle.layer_start, pending.rectangle.layer_stop
-    step = max(1, COMMIT_BYTES // pending.layout.payload_bytes(pending.rectangle))
-    with pending:
-        for start in range(0, len(granted), step):
-            part = granted[start : start + step]
-            pending.put_layers(*layers, source, part)
-            if start + step < len(granted):
-                pending.commit_soon(part)
-        if not granted:  # name the source: a key in progress elsewhere may come free
-            pending.put_layers(*layers, source, ())
-        return pending.commit()

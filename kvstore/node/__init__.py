@@ -7,7 +7,7 @@ behind gRPC (`kvstore.rpc.remote_node`). Below it, from pure to world: `slots`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,11 +84,6 @@ class NodeApi(Protocol):
         self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool, deadline_s: float
     ) -> CommitAnswer:
         """Make written shards visible. `last`: what was granted and not committed is given back."""
-
-    def begin_commit(
-        self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], deadline_s: float
-    ) -> Callable[[], CommitAnswer]:
-        """Commit (not as the last one) while the caller goes on; call what is returned, once, for the answer."""
 
     def abort(self, attempt: int, deadline_s: float) -> None:
         """Give all slots of a reservation back; the caller has stopped writing into them."""

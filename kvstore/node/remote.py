@@ -21,8 +21,8 @@ from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
 
 NAME_LIMIT_BYTES = 128
 
-Direct = Callable[[str, bytes, float], Callable[[], bytes]]
-"""(verb, request, deadline in seconds) -> the response, once asked for, over the Unix socket of the session."""
+Direct = Callable[[str, bytes, float], bytes]
+"""(verb, request, deadline in seconds) -> response, over the Unix socket of the session."""
 
 
 class RemoteNode:
@@ -46,16 +46,11 @@ class RemoteNode:
             self.info = wire.node_info_from_message(answer.node)
 
     def _verb(self, verb: str, request: Message, deadline_s: float) -> Any:
-        return self._begin(verb, request, deadline_s)()
-
-    def _begin(self, verb: str, request: Message, deadline_s: float) -> Callable[[], Any]:
         """One of `handshake.VERBS`: over the session's socket where there is one and the request fits, else by gRPC."""
         if self._direct is not None and request.ByteSize() <= handshake.CALL_LIMIT_BYTES:
             response = self._direct(verb, request.SerializeToString(), deadline_s)
-            parse = getattr(node_pb2, f"{verb}Response").FromString
-            return lambda: parse(response())
-        answer = self._channel.call(getattr(self._stub, verb), request, deadline_s)
-        return lambda: answer
+            return getattr(node_pb2, f"{verb}Response").FromString(response)
+        return self._channel.call(getattr(self._stub, verb), request, deadline_s)
 
     def register_namespace(
         self, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int], deadline_s: float
@@ -82,27 +77,11 @@ class RemoteNode:
         self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool, deadline_s: float
     ) -> CommitAnswer:
         """See NodeApi."""
-        return self._begin_commit(attempt, indices, table_hashes, last, deadline_s)()
-
-    def begin_commit(
-        self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], deadline_s: float
-    ) -> Callable[[], CommitAnswer]:
-        """See NodeApi. By gRPC it is done at once."""
-        return self._begin_commit(attempt, indices, table_hashes, False, deadline_s)
-
-    def _begin_commit(
-        self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool, deadline_s: float
-    ) -> Callable[[], CommitAnswer]:
         request = node_pb2.CommitRequest(
             session=self.session, attempt=attempt, indices=indices, table_hashes=table_hashes, last=last
         )
-        response = self._begin("Commit", request, deadline_s)
-
-        def answer() -> CommitAnswer:
-            parsed = messages.commit_from_message(response())
-            _check_length(len(indices), parsed.outcomes)
-            return parsed
-
+        answer = messages.commit_from_message(self._verb("Commit", request, deadline_s))
+        _check_length(len(indices), answer.outcomes)
         return answer
 
     def abort(self, attempt: int, deadline_s: float) -> None:

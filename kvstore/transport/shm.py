@@ -14,14 +14,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 from grpc import StatusCode
 
-from kvstore.errors import DeadlineExceeded, ForkedProcess, InvalidRequest, KvStoreError, SessionLost, Unreachable
+from kvstore.errors import DeadlineExceeded, ForkedProcess, InvalidRequest, SessionLost, Unreachable
 from kvstore.model.values import NodeInfo
 from kvstore.node.lookup import CatalogReader
 from kvstore.rpc import handshake, wire
@@ -131,11 +131,8 @@ class SharedNode:
             if not self._alive:
                 raise self._lost()
 
-    def begin_call(self, verb: str, request: bytes, deadline_s: float) -> Callable[[], bytes]:
-        """Send one of `handshake.VERBS` over the session's socket; call what is returned, once, for the response.
-
-        Either raises what the same call by gRPC would.
-        """
+    def call(self, verb: str, request: bytes, deadline_s: float) -> bytes:
+        """The response to one of `handshake.VERBS`, over the session's socket. Raises what the call by gRPC would."""
         if os.getpid() != self._pid:
             raise ForkedProcess("this session belongs to the parent process; connect anew after the fork, or use spawn")
         end = time.monotonic() + deadline_s
@@ -147,26 +144,13 @@ class SharedNode:
             self._inboxes[number] = inbox
         try:
             self._send(handshake.call(verb, number, request), end)
-        except KvStoreError:
-            self._forget(number)
-            raise
-
-        def response() -> bytes:
-            try:
-                return self._opened(inbox.get(timeout=max(0.0, end - time.monotonic())))
-            except Empty as exc:
-                late = f"node {self.info.node_id} did not answer {verb} within {deadline_s:.3f} s"
-                raise DeadlineExceeded(late) from exc
-            finally:
-                self._forget(number)
-
-        return response
-
-    def _forget(self, number: int) -> None:
-        with self._lock:
-            self._inboxes.pop(number, None)
-
-    def _opened(self, packet: bytes | None) -> bytes:
+            packet = inbox.get(timeout=max(0.0, end - time.monotonic()))
+        except Empty as exc:
+            late = f"node {self.info.node_id} did not answer {verb} within {deadline_s:.3f} s"
+            raise DeadlineExceeded(late) from exc
+        finally:
+            with self._lock:
+                self._inboxes.pop(number, None)
         if packet is None:
             raise self._lost()
         _, response, error, details = handshake.answered(packet)

@@ -14,14 +14,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore import metrics
 from kvstore.client import Client
 from kvstore.client.values import Bytes
-from kvstore.config import MetadataSettings, NodeSettings, RouterSettings
+from kvstore.config import MetadataSettings, NodeSettings, RouterSettings, Settings
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.metadata.server import serve_metadata
 from kvstore.model.layout import Geometry, Rectangle
@@ -33,21 +33,35 @@ from kvstore.node.arena.dram import POPULATE_STEP_BYTES
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.daemon import NodeDaemon, NodeMemory
+from kvstore.node.handover import Seat
 from kvstore.node.lookup import CatalogReader
 from kvstore.node.slots import SlotAllocator
+from kvstore.rpc.channel import format_address, parse_address
 from kvstore.scheduler.server import serve_router
 from kvstore.setting_types import parse_size
 
 Announce = Callable[[dict[str, Any]], None]
+AnySettings = TypeVar("AnySettings", bound=Settings)
+_BOUND = {
+    "address": "control_address",
+    "control_address": "control_address",
+    "data_address": "data_address",
+    "metrics_address": "metrics_address",
+}
+"""Setting of a listening address -> what the announcement calls it."""
 EMBEDDED_SLOT_BYTES = 16 << 10
 """Expected slot of an embedded pool, for the size of its catalog."""
 
 
-def run_node(settings: NodeSettings, announce: Announce) -> None:
-    """Run a node until SIGTERM or SIGINT. Raises ConfigurationError before anything is announced."""
+def run_node(settings: NodeSettings, announce: Announce, seat: Seat | None = None) -> None:
+    """Run a node until SIGTERM or SIGINT. Raises ConfigurationError before anything is announced.
+
+    `seat`: this process is a worker of a supervisor, which keeps memory and ports; None: nothing outlives it.
+    """
+    settings = _bound_before(settings, seat, "node")
 
     async def serve(stack: contextlib.AsyncExitStack) -> None:
-        announce(await _start_node(settings, settings.metadata_address, stack))
+        _tell(announce, seat, await _start_node(settings, settings.metadata_address, stack, seat))
 
     _run(serve)
 
@@ -70,26 +84,58 @@ def run_router(settings: RouterSettings, announce: Announce) -> None:
     _run(serve)
 
 
-def run_up(node: NodeSettings, metadata: MetadataSettings, router: RouterSettings | None, announce: Announce) -> None:
-    """Run a whole pool on this machine: metadata service, node and, if wanted, the scheduler."""
+def run_up(
+    node: NodeSettings,
+    metadata: MetadataSettings,
+    router: RouterSettings | None,
+    announce: Announce,
+    seat: Seat | None = None,
+) -> None:
+    """Run a whole pool on this machine: metadata service, node and, if wanted, the scheduler.
+
+    `seat`: see `run_node`.
+    """
+    node, metadata = _bound_before(node, seat, "node"), _bound_before(metadata, seat, "metadata")
+    router = None if router is None else _bound_before(router, seat, "router")
 
     async def serve(stack: contextlib.AsyncExitStack) -> None:
-        facts = await _start_metadata(metadata, stack)
-        announce(facts)
-        announce(await _start_node(node, facts["control_address"], stack))
+        facts = [await _start_metadata(metadata, stack)]
+        metadata_address = facts[0]["control_address"]
+        facts.append(await _start_node(node, metadata_address, stack, seat))
         if router is not None:
-            announce(await _start_router(router, facts["control_address"], stack))
+            facts.append(await _start_router(router, metadata_address, stack))
+        _tell(announce, seat, *facts)
 
     _run(serve)
 
 
+def _tell(announce: Announce, seat: Seat | None, *facts: dict[str, Any]) -> None:
+    """Everything is bound: tell the supervisor, and people unless an earlier worker has done so."""
+    if seat is not None:
+        seat.ready({each["role"]: each for each in facts})
+    if seat is None or not seat.announced:
+        for each in facts:
+            announce(each)
+
+
+def _bound_before(settings: AnySettings, seat: Seat | None, role: str) -> AnySettings:
+    """The settings with the ports that an earlier worker bound, so that all who know this server find it again."""
+    facts = seat.bound.get(role, {}) if seat is not None else {}
+    ports = {}
+    for name in _BOUND.keys() & type(settings).model_fields.keys():
+        if bound := facts.get(_BOUND[name]):
+            host, _ = parse_address(getattr(settings, name))
+            ports[name] = format_address(host, parse_address(bound)[1])
+    return settings.model_copy(update=ports)
+
+
 async def _start_node(
-    settings: NodeSettings, metadata_address: str, stack: contextlib.AsyncExitStack
+    settings: NodeSettings, metadata_address: str, stack: contextlib.AsyncExitStack, seat: Seat | None
 ) -> dict[str, Any]:
     index = RemoteIndex(metadata_address) if metadata_address else None
     if index is not None:
         stack.callback(index.close)
-    daemon = NodeDaemon(settings, index)
+    daemon = NodeDaemon(settings, index, seat)
     facts = await daemon.start()
     stack.push_async_callback(daemon.stop)
     return {**facts, "metadata_address": metadata_address}

@@ -49,12 +49,17 @@ def main(arguments: list[str] | None = None) -> None:
     except KvStoreError as exc:
         if os.environ.get("KVSTORE_DEBUG") == "1":
             raise
-        code = _fail(str(exc), 2 if isinstance(exc, ConfigurationError) else 1)
+        code = failed(exc)
     except _UsageError as exc:
         code = _fail(_usage_text(exc), 2)
     except (typer.Abort, KeyboardInterrupt):
         code = 130
     sys.exit(code or 0)
+
+
+def failed(exc: KvStoreError) -> int:
+    """Tell of an error; returns the exit code."""
+    return _fail(str(exc), 2 if isinstance(exc, ConfigurationError) else 1)
 
 
 def _usage_text(exc: Any) -> str:

@@ -1,6 +1,7 @@
 """`kvstore up | node | metadata | router`: start servers and stay until SIGTERM or Ctrl-C.
 
-`kvstore.assemble` is imported inside the commands: it brings gRPC, which `--help` has no use for.
+Whatever has a node runs under a supervisor, which keeps the node's memory when the server dies. `kvstore.assemble` is
+imported inside the commands: it brings gRPC, which `--help` has no use for.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole pool on this machine: metadata service, node and scheduler."""
-    from kvstore import assemble
+    from kvstore.cli import supervised
 
-    assemble.run_up(node, metadata, router if with_router else None, announcer(as_json=as_json))
+    supervised.start(node, {"metadata": metadata, "router": router if with_router else None}, as_json=as_json)
 
 
 @takes_settings(Group(NodeSettings))
 def node(settings: NodeSettings, *, as_json: JsonOption = False) -> None:
     """Run a node: the daemon that owns this host's share of the pool."""
-    from kvstore import assemble
+    from kvstore.cli import supervised
 
-    assemble.run_node(settings, announcer(as_json=as_json))
+    supervised.start(settings, {}, as_json=as_json)
 
 
 @takes_settings(Group(MetadataSettings))

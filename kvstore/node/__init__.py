@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvstore.model.layout import Geometry, Rectangle
-from kvstore.model.namespace import Namespace
-from kvstore.model.prefix import Keys
-from kvstore.model.values import MissReason, Outcome
+if TYPE_CHECKING:  # the supervisor imports modules of this package, and must not get numpy by it
+    from kvstore.model.layout import Geometry, Rectangle
+    from kvstore.model.namespace import Namespace
+    from kvstore.model.prefix import Keys
+    from kvstore.model.values import MissReason, Outcome
 
 RESERVATION_LIFETIME_MS = 30_000
 TICKET_LIFETIME_MS = 60_000

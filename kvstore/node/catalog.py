@@ -13,131 +13,70 @@ repeats, also across a restart of the worker. Odd = the slot is free or being wr
 
 from __future__ import annotations
 
-import fcntl
 import mmap
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore.errors import CapacityExhausted, LayoutMismatch, LimitExceeded
-from kvstore.model.layout import Geometry
+from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch, LimitExceeded
+from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
+from kvstore.node.memory import (
+    BUCKET_ENTRIES,
+    DESCRIPTION_BYTES,
+    ENTRY_WORDS,
+    GEOMETRY_LIMIT,
+    GEOMETRY_WORDS,
+    LAYOUT_VERSION,
+    MAGIC,
+    NAMESPACE_LIMIT,
+    RECORD_WORDS,
+    UNIT_BYTES,
+    WRITTEN_HERE_BYTES,
+    CatalogShape,
+    Header,
+    create_catalog,
+)
 
-MAGIC: Final = int.from_bytes(b"KVSTCAT1", "little")
-LAYOUT_VERSION: Final = 1
-UNIT_BYTES: Final = 4096
-"""Slots are named by their offset in the arena in these units."""
-ENTRY_WORDS: Final = 8
-BUCKET_ENTRIES: Final = 4
-RECORD_WORDS: Final = 8
-NAMESPACE_LIMIT: Final = 4096
-GEOMETRY_LIMIT: Final = 512
-GEOMETRY_WORDS: Final = 2 + 256
-"""A geometry record: namespace number u32 | digest u32, rectangle count u64, then one u64 a rectangle."""
+__all__ = [
+    "BUCKET_ENTRIES",
+    "ENTRY_WORDS",
+    "GEOMETRY_LIMIT",
+    "GEOMETRY_WORDS",
+    "LAYOUT_VERSION",
+    "MAGIC",
+    "NAMESPACE_LIMIT",
+    "RECORD_WORDS",
+    "SHARD_MIX_0",
+    "SHARD_MIX_1",
+    "UNIT_BYTES",
+    "CatalogShape",
+    "CatalogWriter",
+    "EntryValue",
+    "Header",
+    "ListedGeometry",
+    "age_of",
+    "create_catalog",
+    "hash_words",
+    "tag_of",
+]
 
 SHARD_MIX_0: Final = 0x9E3779B97F4A7C15
 SHARD_MIX_1: Final = 0xC2B2AE3D27D4EB4F
 """Odd constants that spread the shard id over the two hash words of a key."""
 
 _WORD = 1 << 64
-
-
-class Header:
-    """Word numbers in the header page."""
-
-    MAGIC: Final = 0
-    VERSION: Final = 1
-    EPOCH: Final = 2
-    ARENA_BYTES: Final = 3
-    BUCKETS: Final = 4
-    UNITS: Final = 5
-    TAGS_OFFSET: Final = 6
-    ENTRIES_OFFSET: Final = 7
-    GENERATIONS_OFFSET: Final = 8
-    RECORDS_OFFSET: Final = 9
-    NAMESPACES_OFFSET: Final = 10
-    GEOMETRIES_OFFSET: Final = 11
-    TOTAL_BYTES: Final = 12
-    DIRECTORY_VERSION: Final = 13
-    NAMESPACES: Final = 14
-    GEOMETRIES: Final = 15
-    COUNTER: Final = 16
-    SERVING: Final = 17
+_LENGTH_BYTES = 4
+_RECTANGLE_WORDS = GEOMETRY_WORDS - 2
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogShape:
-    """Sizes and offsets (bytes) of a catalog for `slot_count` slots over an arena of `arena_bytes`."""
+class ListedGeometry:
+    """One record of the directory: `written_here` are the rectangles that this node's writers store here."""
 
-    arena_bytes: int
-    buckets: int
-    units: int
-    namespaces_offset: int
-    geometries_offset: int
-    tags_offset: int
-    entries_offset: int
-    generations_offset: int
-    records_offset: int
-    total_bytes: int
-
-    @classmethod
-    def make(cls, arena_bytes: int, slot_count: int) -> CatalogShape:
-        """Twice as many entries as slots, the number of buckets rounded up to a power of two."""
-        buckets = 1 << max(4, (-(-2 * slot_count // BUCKET_ENTRIES) - 1).bit_length())
-        units = -(-arena_bytes // UNIT_BYTES)
-        sizes = (
-            UNIT_BYTES,  # header
-            NAMESPACE_LIMIT * 16,
-            GEOMETRY_LIMIT * GEOMETRY_WORDS * 8,
-            buckets * 8,
-            buckets * BUCKET_ENTRIES * ENTRY_WORDS * 8,
-            units * 8,
-            units * RECORD_WORDS * 8,
-        )
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // UNIT_BYTES) * UNIT_BYTES)
-        _, namespaces, geometries, tags, entries, generations, records, total = offsets
-        return cls(arena_bytes, buckets, units, namespaces, geometries, tags, entries, generations, records, total)
-
-    @classmethod
-    def read(cls, header: npt.NDArray[np.uint64]) -> CatalogShape:
-        """From a mapped header; raises LayoutMismatch if this is no catalog of this version."""
-        word = [int(value) for value in header[:18]]
-        if word[Header.MAGIC] != MAGIC:
-            raise LayoutMismatch("not a kvstore catalog")
-        if word[Header.VERSION] != LAYOUT_VERSION:
-            raise LayoutMismatch(
-                f"catalog layout version {word[Header.VERSION]}, this library reads {LAYOUT_VERSION}; "
-                "update the older side and restart the node"
-            )
-        return cls(
-            word[Header.ARENA_BYTES],
-            word[Header.BUCKETS],
-            word[Header.UNITS],
-            word[Header.NAMESPACES_OFFSET],
-            word[Header.GEOMETRIES_OFFSET],
-            word[Header.TAGS_OFFSET],
-            word[Header.ENTRIES_OFFSET],
-            word[Header.GENERATIONS_OFFSET],
-            word[Header.RECORDS_OFFSET],
-            word[Header.TOTAL_BYTES],
-        )
-
-
-def create_catalog(shape: CatalogShape) -> tuple[int, mmap.mmap]:
-    """A memfd and its only writable mapping: sealed, so that no other process can map it for writing."""
-    fd = os.memfd_create("kvstore-catalog", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, shape.total_bytes)
-    memory = mmap.mmap(fd, shape.total_bytes)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    f_seal_future_write = 0x10  # not named by the fcntl module of Python 3.11
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | f_seal_future_write)
-    return fd, memory
+    namespace_number: int
+    geometry: Geometry
+    written_here: tuple[int, ...]
 
 
 @dataclass(slots=True)  # not frozen: one is made for every commit, and freezing costs four times the rest
@@ -204,6 +143,8 @@ class CatalogWriter:
             (Header.RECORDS_OFFSET, shape.records_offset),
             (Header.NAMESPACES_OFFSET, shape.namespaces_offset),
             (Header.GEOMETRIES_OFFSET, shape.geometries_offset),
+            (Header.DESCRIPTIONS_OFFSET, shape.descriptions_offset),
+            (Header.WRITTEN_HERE_OFFSET, shape.written_here_offset),
             (Header.TOTAL_BYTES, shape.total_bytes),
             (Header.MAGIC, MAGIC),
         ):
@@ -240,6 +181,15 @@ class CatalogWriter:
             self.claimed_count += 1
         return entry
 
+    def claim_again(self, entry: int, key: bytes, shard: int) -> bool:
+        """Keep the entry in which an earlier worker left (key, shard). False if a look-up would not find it there."""
+        if entry // BUCKET_ENTRIES not in _buckets(key, shard, self.shape.buckets - 1) or self._claimed[entry]:
+            return False
+        self._claimed[entry] = 1
+        self.claimed_count += 1
+        self._store_tag(entry, tag_of(key, shard))  # the worker may have died before this store
+        return True
+
     def unclaim(self, entry: int) -> None:
         """Give an invisible entry back."""
         self._claimed[entry] = 0
@@ -257,14 +207,18 @@ class CatalogWriter:
 
     def withdraw(self, entry: int, slot: int) -> int:
         """Make a shard invisible before its slot is reused; gives the entry back. Returns the new generation."""
-        store, at = self._store, self._entries_word + entry * ENTRY_WORDS
         generation = self.raise_generation(slot)
+        self.clear(entry, generation)
+        self.unclaim(entry)
+        return generation
+
+    def clear(self, entry: int, generation: int) -> None:
+        """Empty an entry; `generation` is odd. The slot that it names has a newer generation already."""
+        store, at = self._store, self._entries_word + entry * ENTRY_WORDS
         self._store_tag(entry, 0)
         store(at + 3, generation)
         for word in (0, 1, 2, 4, 5, 6, 7):
             store(at + word, 0)
-        self.unclaim(entry)
-        return generation
 
     # --- slot records ------------------------------------------------------------------------------------
 
@@ -295,8 +249,17 @@ class CatalogWriter:
             return self.namespaces.index(namespace.id) + 1
         if len(self.namespaces) >= NAMESPACE_LIMIT:
             raise LimitExceeded(f"this node knows {NAMESPACE_LIMIT} namespaces already; remove some or restart it")
+        text = namespace.canonical
+        if len(text) > DESCRIPTION_BYTES - _LENGTH_BYTES:
+            raise LimitExceeded(
+                f"the description of {namespace.title} has {len(text)} bytes; a node keeps at most "
+                f"{DESCRIPTION_BYTES - _LENGTH_BYTES}: use shorter names or fewer side components"
+            )
+        described = self.shape.descriptions_offset + len(self.namespaces) * DESCRIPTION_BYTES
+        record = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         at = self.shape.namespaces_offset + len(self.namespaces) * 16
         with self._directory():
+            self._memory[described : described + len(record)] = record
             self._memory[at : at + 16] = namespace.id
             self.namespaces.append(namespace.id)
             self._words[Header.NAMESPACES] = len(self.namespaces)
@@ -323,6 +286,53 @@ class CatalogWriter:
                 self._words[at + 2 + place] = corners
             self.geometries.append((namespace_number, geometry))
             self._words[Header.GEOMETRIES] = len(self.geometries)
+
+    def set_written_here(self, namespace_number: int, geometry: Geometry, rectangles: Iterable[int]) -> None:
+        """Note, beside those noted before, rectangles of a listed geometry that writers store on this node."""
+        at = self._written_here_word(self.geometries.index((namespace_number, geometry)))
+        for number in rectangles:
+            self._words[at + number // 64] |= 1 << number % 64
+
+    def _written_here_word(self, place: int) -> int:
+        return (self.shape.written_here_offset + place * WRITTEN_HERE_BYTES) // 8
+
+    def load_directory(self) -> tuple[dict[int, Namespace], list[ListedGeometry]]:
+        """What an earlier worker listed: namespaces by number, and their geometries.
+
+        Raises LayoutMismatch if it cannot be what this library wrote.
+        """
+        words = self._words
+        words[Header.DIRECTORY_VERSION] = (words[Header.DIRECTORY_VERSION] | 1) + 1  # a worker may have died inside
+        try:
+            namespaces = {place + 1: self._described(place) for place in range(words[Header.NAMESPACES])}
+            listed = [self._listed(place) for place in range(words[Header.GEOMETRIES])]
+        except InvalidRequest as exc:
+            raise LayoutMismatch(f"the directory of namespaces cannot be read: {exc}") from exc
+        self.namespaces = [namespace.id for namespace in namespaces.values()]
+        self.geometries = [(each.namespace_number, each.geometry) for each in listed]
+        return namespaces, listed
+
+    def _described(self, place: int) -> Namespace:
+        at = self.shape.descriptions_offset + place * DESCRIPTION_BYTES
+        length = int.from_bytes(self._memory[at : at + _LENGTH_BYTES], "little")
+        namespace = Namespace.from_canonical(self._memory[at + _LENGTH_BYTES : at + _LENGTH_BYTES + length])
+        at = self.shape.namespaces_offset + place * 16
+        if self._memory[at : at + 16] != namespace.id:
+            raise LayoutMismatch(f"namespace {place + 1} is not the one that is described")
+        return namespace
+
+    def _listed(self, place: int) -> ListedGeometry:
+        at = self.shape.geometries_offset // 8 + place * GEOMETRY_WORDS
+        first, count, *corners = self._words[at : at + GEOMETRY_WORDS].tolist()
+        if count > _RECTANGLE_WORDS:
+            raise LayoutMismatch(f"geometry {place + 1} has {count} rectangles")
+        geometry = Geometry(
+            tuple(Rectangle(*(word >> shift & 0xFFFF for shift in (0, 16, 32, 48))) for word in corners[:count])
+        )
+        at = self._written_here_word(place)
+        bits = int.from_bytes(self._words[at : at + WRITTEN_HERE_BYTES // 8].tobytes(), "little")
+        written_here = tuple(number for number in range(count) if bits >> number & 1)
+        return ListedGeometry(first & 0xFFFFFFFF, geometry, written_here)
 
     def _directory(self) -> _DirectoryChange:
         return _DirectoryChange(self._words)
@@ -365,6 +375,11 @@ def hash_words(key: bytes, shard: int) -> tuple[int, int]:
     if mixes is None:
         mixes = _mixes[shard] = (shard * SHARD_MIX_0) % _WORD, (shard * SHARD_MIX_1) % _WORD
     return int.from_bytes(key[:8], "little") ^ mixes[0], int.from_bytes(key[8:], "little") ^ mixes[1]
+
+
+def age_of(generation: int) -> int:
+    """Counter of a generation: which came later, also across restarts."""
+    return generation >> 1 & (1 << 43) - 1
 
 
 def tag_of(key: bytes, shard: int) -> int:

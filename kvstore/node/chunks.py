@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import TOKEN_FINGERPRINT_MASK
 from kvstore.node.slots import slot_bytes
 
 _COVERS_KEPT = 1024
@@ -101,7 +102,7 @@ class Chunk:
 
     `pending` maps shard -> attempt. `first_child`, `next_sibling` and `previous_sibling` link the children of one
     parent (a set a chunk would cost more than the chunk). `holds` counts leases and pins. `fingerprint` and
-    `parent_fingerprint` are None when the writer sent none.
+    `parent_fingerprint` are None when the writer sent none; of the former only 48 bits outlive a restart.
     """
 
     key: bytes
@@ -140,7 +141,7 @@ class Chunk:
             return True
         if own is None or self.fingerprint is None:
             return False
-        return own != self.fingerprint or parent != self.parent_fingerprint
+        return bool((own ^ self.fingerprint) & TOKEN_FINGERPRINT_MASK) or parent != self.parent_fingerprint
 
     def covering(self, rectangle: Rectangle) -> tuple[int, ...] | None:
         """Shards of one geometry that cover the rectangle, None if there are none."""

@@ -141,6 +141,16 @@ class NodeCore:
         if session is not None:
             self.reservations.writer_gone(session.writer)
 
+    def keep_out(self, owner: tuple[int, int], slots: dict[int, list[tuple[int, int]]]) -> int:
+        """Keep slots (attempt -> slot, bytes) out of use that a process may still write into, though its session
+        ended with an earlier worker. Returns the number to tell `process_gone`."""
+        held_bytes = sum(size for several in slots.values() for _, size in several)
+        session = self.open_session("before the restart", shared=True, owner=owner)
+        session.open = False
+        session.writer.quarantined, session.writer.held_bytes = slots, held_bytes
+        session.writer.limit_bytes = max(session.writer.limit_bytes, held_bytes)
+        return session.number
+
     def renew(self, number: int) -> None:
         """The client lives: its reservations last another 30 s."""
         for attempt in self.session(number).writer.attempts.values():
@@ -169,7 +179,11 @@ class NodeCore:
                 raise LayoutMismatch(
                     f"written_here {list(numbers)} of a geometry with {len(geometry.rectangles)} rectangles"
                 )
-        space = self.pool.register(namespace, geometry, numbers)
+        return self.know(namespace, geometry, numbers)
+
+    def know(self, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int]) -> KnownNamespace:
+        """Know a namespace, and a geometry with exactly those of its rectangles that are written here."""
+        space = self.pool.register(namespace, geometry, written_here)
         if geometry is not None and (namespace.id, geometry) not in self._geometries:
             self._geometries.append((namespace.id, geometry))
         return space
@@ -316,6 +330,11 @@ class NodeCore:
         """Drop events that nobody will publish (a pool without an index)."""
         self._first_sequence += len(self._events)
         self._events.clear()
+
+    def publish_anew(self) -> None:
+        """What is here came without events (a restart): the next batch is a snapshot."""
+        self.forget_events()
+        self._overflowed = True
 
     @property
     def last_sequence(self) -> int:

@@ -20,10 +20,12 @@ from kvstore.errors import ConfigurationError
 from kvstore.metadata import Index
 from kvstore.model.values import NodeInfo
 from kvstore.node.arena.dram import DramArena
-from kvstore.node.catalog import CatalogShape, CatalogWriter, create_catalog
+from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.exporter import Exporter
+from kvstore.node.handover import Seat
 from kvstore.node.publisher import Publisher
+from kvstore.node.recovery import FormerWriters, Recovered, recover
 from kvstore.node.server import NodeServicer, SessionVerbs
 from kvstore.node.sessions import SessionServer
 from kvstore.node.slots import SlotAllocator
@@ -50,6 +52,20 @@ class NodeMemory:
     catalog: mmap.mmap
     shape: CatalogShape
 
+    @property
+    def last_epoch(self) -> int:
+        """Epoch of the worker that used this memory last; 0 if it is new."""
+        words = memoryview(self.catalog).cast("Q")
+        return int(words[Header.EPOCH]) if words[Header.MAGIC] == MAGIC else 0
+
+    @classmethod
+    def adopt(cls, seat: Seat, slots: int) -> NodeMemory:
+        """What a supervisor holds; raises LayoutMismatch if an earlier worker left another layout in it."""
+        words = memoryview(seat.catalog).cast("Q")
+        used = bool(words[Header.MAGIC])
+        shape = CatalogShape.read(words) if used else CatalogShape.make(seat.arena_bytes, slots)
+        return cls(DramArena(seat.arena_bytes, seat.arena_fd), seat.catalog_fd, seat.catalog, shape)
+
     @classmethod
     def create(cls, dram_bytes: int, slots: int) -> NodeMemory:
         """Raises ConfigurationError if the memory is not there."""
@@ -59,13 +75,14 @@ class NodeMemory:
         return cls(arena, catalog_fd, catalog, shape)
 
 
-def next_epoch(data_dir: Path) -> int:
-    """Number of this start, kept in the data folder; never repeats there."""
+def next_epoch(data_dir: Path, after: int = 0) -> int:
+    """Number of this start, kept in the data folder; never repeats there, and is greater than `after`."""
     path = data_dir / "epoch"
     try:
         last = int(path.read_text()) if path.exists() else 0
     except ValueError as exc:
         raise ConfigurationError(f"{path} does not hold a number; remove it to start from 1 again") from exc
+    last = max(last, after)
     replacement = path.with_suffix(".new")
     replacement.write_text(str(last + 1))
     replacement.rename(path)
@@ -73,10 +90,16 @@ def next_epoch(data_dir: Path) -> int:
 
 
 class NodeDaemon:
-    """Starts and stops one node on the running loop. `index` None: the node stands alone."""
+    """Starts and stops one node on the running loop. `index` None: the node stands alone.
 
-    def __init__(self, settings: NodeSettings, index: Index | None) -> None:
+    `seat`: the place that a supervisor gives it, with memory that outlives this process; None: memory of its own.
+    """
+
+    def __init__(self, settings: NodeSettings, index: Index | None, seat: Seat | None = None) -> None:
         self._settings = settings.resolved()
+        self._seat = seat
+        self._recovered: Recovered | None = None
+        self._former: FormerWriters | None = None
         self._index = index
         self._tasks: list[asyncio.Task[None]] = []
         self._publisher: Publisher | None = None
@@ -85,9 +108,13 @@ class NodeDaemon:
         """Bind everything; returns the announcement: addresses, node id, sizes."""
         gc.set_threshold(*_GC_THRESHOLDS)
         settings = self._settings
-        memory = NodeMemory.create(settings.dram, settings.slots)
+        seat = self._seat
+        memory = (
+            NodeMemory.create(settings.dram, settings.slots) if seat is None else NodeMemory.adopt(seat, settings.slots)
+        )
         self._memory = memory
-        epoch = next_epoch(Path(settings.data_dir))
+        last_epoch = memory.last_epoch
+        epoch = next_epoch(Path(settings.data_dir), last_epoch)
         catalog = CatalogWriter(memory.catalog, memory.shape, epoch)
         allocator = SlotAllocator(settings.dram)
         generations = np.frombuffer(memory.catalog, dtype="<u8")[memory.shape.generations_offset // 8 :]
@@ -115,12 +142,17 @@ class NodeDaemon:
         )
         core_settings = CoreSettings(eviction=settings.eviction, room_chunks=settings.room_chunks)
         self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings)
+        if last_epoch:
+            self._recovered = recover(core, memory.catalog, time.monotonic())
+            self._former = FormerWriters(core, self._recovered.holders, seat)
         arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
         servicer = NodeServicer(core, PageStreams(core, arena_view), self._more_stats)
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(info, self._advertised(control))
-        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer))
+        self._sessions = SessionServer(
+            core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat
+        )
         self._sessions.start()
         self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
         if self._index is not None:
@@ -167,6 +199,8 @@ class NodeDaemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.core.tick()
+            if self._former is not None:
+                self._former.poll()
             lag_ms = self._publisher.loop_lag_ms if self._publisher else 0.0
             exporter.export(self.core.stats(), lag_ms, self._tcp.payload_bytes_sent)
 
@@ -178,6 +212,17 @@ class NodeDaemon:
             "loop_lag_ms": round(lag, 3),
             "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
             "populated_bytes": self._memory.arena.populated_bytes,
+            **self._start_stats(),
+        }
+
+    def _start_stats(self) -> dict[str, int]:
+        recovered = self._recovered
+        return {
+            "worker_start": self._seat.start if self._seat else 1,
+            "recovered_chunks": recovered.chunks if recovered else 0,
+            "recovered_shards": recovered.shards if recovered else 0,
+            "dropped_shards": recovered.dropped_shards if recovered else 0,
+            "former_writers": len(self._former) if self._former else 0,
         }
 
 

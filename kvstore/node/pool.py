@@ -20,7 +20,7 @@ from kvstore.metadata import EventKind
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.values import Tier
-from kvstore.node.catalog import CatalogWriter, EntryValue
+from kvstore.node.catalog import CatalogWriter, EntryValue, age_of
 from kvstore.node.chunks import Chunk, Copy, Forest, KnownNamespace
 from kvstore.node.eviction import EvictionPolicy, make_policy
 from kvstore.node.slots import SlotAllocator
@@ -83,7 +83,9 @@ class Pool:
             self.spaces[namespace.id] = space
         if geometry is not None:
             geometry.check_fits(namespace.layout)
+            written_here = tuple(written_here)
             self.catalog.add_geometry(space.number, geometry)
+            self.catalog.set_written_here(space.number, geometry, written_here)
             before = space.sets_here
             space.add_geometry(geometry, written_here)
             # A rank that joins late adds rectangles: chunks that were covered without them are not any more.
@@ -117,9 +119,9 @@ class Pool:
         space, kind = chunk.space, chunk.space.kinds[shard]
         generation = self.catalog.generation(slot) & ~1
         self.catalog.set_state(slot, SlotState.COMMITTED)
-        first = not chunk.copies
-        chunk.copies[shard] = Copy(slot, generation, entry, kind.slot_bytes, table_hash)
-        self._owners[slot] = chunk
+        if not chunk.copies:
+            self._policy(kind.slot_bytes).added([chunk.key])
+        self._admit(chunk, shard, Copy(slot, generation, entry, kind.slot_bytes, table_hash))
         self.catalog.publish(
             entry,
             EntryValue(
@@ -137,15 +139,40 @@ class Pool:
             ),
         )
         self.counts["commits"] += 1
-        if first:
+        self._tell(chunk, shard)
+
+    def adopt(self, chunk: Chunk, shard: int, copy: Copy) -> None:
+        """Take up a shard that an earlier worker made visible. The chunk is in the forest; `settle` comes last."""
+        self._admit(chunk, shard, copy)
+
+    def settle(self) -> None:
+        """After the last `adopt`: the order of eviction, by time of commit, and what the index may know."""
+        ages: dict[Chunk, int] = {}
+        heads = [chunk for chunk in self.forest.chunks.values() if chunk.parent is None]
+        for head in heads:
+            for chunk in self.forest.subtree(head):
+                # A chunk is as young as the youngest below it, as if the whole prefix had been used then.
+                own = max(age_of(copy.generation) for copy in chunk.copies.values())
+                ages[chunk] = max([own, *(ages[child] for child in chunk.children())])
+        # Children stand before their parents in `ages`, and the sort keeps that for equal ages.
+        by_class: dict[int, list[bytes]] = {}
+        for chunk in sorted(ages, key=ages.__getitem__):
+            by_class.setdefault(chunk.class_bytes, []).append(chunk.key)
+        for size, keys in by_class.items():
+            self._policy(size).added(keys[::-1])
+        for head in heads:
+            self._tell(head, next(iter(head.copies)))
+
+    def _admit(self, chunk: Chunk, shard: int, copy: Copy) -> None:
+        if not chunk.copies:
             self.committed_chunks += 1
-            chunk.class_bytes = kind.slot_bytes
-            self._policy(kind.slot_bytes).added([chunk.key])
+            chunk.class_bytes = copy.size_bytes
+        chunk.copies[shard] = copy
+        self._owners[copy.slot] = chunk
         if chunk.covered_here:
             self.forest.uncovered.pop(chunk.key, None)
         else:
             self.forest.uncovered.setdefault(chunk.key)
-        self._tell(chunk, shard)
 
     def trim(self) -> None:
         """Evict down to `room_chunks`, where that cap is set."""

@@ -20,6 +20,7 @@ from typing import Any
 from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError, LimitExceeded
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.core import NodeCore, Session
+from kvstore.node.handover import Seat
 from kvstore.rpc import handshake
 from kvstore.rpc.handshake import Kind
 
@@ -36,10 +37,17 @@ class SessionServer:
     """Accepts clients on `path` (mode 0660) and translates their sockets' lives for the core."""
 
     def __init__(
-        self, core: NodeCore, catalog_fd: int, arena: DramArena, path: str, serve: Serve | None = None
+        self,
+        core: NodeCore,
+        catalog_fd: int,
+        arena: DramArena,
+        path: str,
+        serve: Serve | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self._core = core
         self._serve = serve
+        self._seat = seat
         self._catalog_fd = catalog_fd
         self._arena = arena
         self._path = Path(path)
@@ -70,7 +78,7 @@ class SessionServer:
             peer, _ = listener.accept()
             peer.setblocking(False)
             connection = _Connection(
-                self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._serve
+                self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._serve, self._seat
             )
             self._connections.add(connection)
 
@@ -96,10 +104,12 @@ class _Connection:
         peer: socket.socket,
         on_end: Callable[[_Connection], None],
         serve: Serve | None,
+        seat: Seat | None,
     ) -> None:
         self._serve = serve
         self._calls: set[asyncio.Task[None]] = set()
         self._core = core
+        self._seat = seat
         self._catalog_fd = catalog_fd
         self._arena = arena
         self._peer: socket.socket | None = peer
@@ -147,6 +157,8 @@ class _Connection:
         self._timeout.cancel()
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._process_ended)
+            if self._seat is not None:  # before it gets memory: whoever can write is known to the supervisor
+                self._seat.keep(session.number, owner, self._pidfd)
         info = self._core.info
         answer = handshake.describe(
             Kind.WELCOME,
@@ -233,6 +245,8 @@ class _Connection:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+            if self._seat is not None and self._session is not None:
+                self._seat.drop(self._session.number)
         self._on_end(self)
 
     @staticmethod

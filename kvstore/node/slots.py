@@ -8,10 +8,11 @@ and may serve another class. Slots are named by their offset in units of 4096 by
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvstore.errors import LimitExceeded
+from kvstore.errors import LayoutMismatch, LimitExceeded
 from kvstore.model.layout import CHUNK_BYTES_LIMIT, PageLayout, Rectangle
 from kvstore.node.catalog import UNIT_BYTES
 
@@ -62,6 +63,44 @@ class SlotAllocator:
         self._starts: list[int] = []
         self._by_class: dict[int, list[Extent]] = {}
         self.used_bytes = 0
+
+    def adopt(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Take up slots (unit, class in bytes) that are in use in an arena which another allocator cut.
+
+        Extents are drawn anew around runs of one class. Raises LayoutMismatch where slots overlap.
+        """
+        assert not self._extents
+        end = 0
+        runs: list[Extent] = []
+        for slot, size in sorted(slots):
+            offset = slot * UNIT_BYTES
+            if offset < end or offset + size > self.arena_bytes:
+                raise LayoutMismatch(f"slot {slot} of {size} bytes overlaps another one or the end of the arena")
+            end = offset + size
+            last = runs[-1] if runs else None
+            limit = max(EXTENT_BYTES, EXTENT_SLOTS * size)
+            if last is None or last.slot_bytes != size or (offset - last.start) % size or end > last.start + limit:
+                last = Extent(offset, end, size)
+                runs.append(last)
+            last.used.add(offset)
+            last.stop, last.fresh = end, (end - last.start) // size
+        for place, extent in enumerate(runs):
+            self._adopt_extent(extent, runs[place + 1].start if place + 1 < len(runs) else self.arena_bytes)
+
+    def _adopt_extent(self, extent: Extent, after: int) -> None:
+        """Let an extent grow to its full size or to `after`, where the next one begins."""
+        size = extent.slot_bytes
+        room = min(after - extent.start, max(EXTENT_BYTES // size, EXTENT_SLOTS) * size)
+        start, stop = self._regions.pop()
+        extent.stop = max(extent.stop, extent.start + room // size * size)
+        parts = [(start, extent.start), (extent.stop, stop)]
+        self._regions += [(first, last) for first, last in parts if first < last]
+        handed_out = range(extent.start, extent.start + extent.fresh * size, size)
+        extent.free = [offset for offset in handed_out if offset not in extent.used]
+        self._extents[extent.start] = extent
+        bisect.insort(self._starts, extent.start)
+        self._by_class.setdefault(size, []).append(extent)
+        self.used_bytes += len(extent.used) * size
 
     def allocate(self, size: int, count: int) -> list[int]:
         """Up to `count` slots of class `size` (bytes), as many as are free now."""

@@ -23,19 +23,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DramArena:
-    """`size_bytes` of shared memory. `fd` and `read_only_fd` are handed to clients."""
+    """`size_bytes` of shared memory, new or that of `fd`. `fd` and `read_only_fd` are handed to clients."""
 
-    def __init__(self, size_bytes: int) -> None:
-        available = available_bytes()
-        if size_bytes > available:
-            raise ConfigurationError(
-                f"the DRAM tier wants {size_bytes} bytes but only {available} are available to this process "
-                "(container limit or free memory); use a smaller --dram"
-            )
+    def __init__(self, size_bytes: int, fd: int | None = None) -> None:
         self.size_bytes = size_bytes
-        self.fd = os.memfd_create("kvstore-dram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size_bytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.fd = create_arena(size_bytes) if fd is None else fd
         self.memory = mmap.mmap(self.fd, size_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(size_bytes), _MADV_HUGEPAGE)
@@ -59,6 +51,20 @@ class DramArena:
     def close(self) -> None:
         """Give the descriptor back; mappings of others keep the memory alive."""
         os.close(self.fd)
+
+
+def create_arena(size_bytes: int) -> int:
+    """A sealed memfd; raises ConfigurationError if there is not that much memory."""
+    available = available_bytes()
+    if size_bytes > available:
+        raise ConfigurationError(
+            f"the DRAM tier wants {size_bytes} bytes but only {available} are available to this process "
+            "(container limit or free memory); use a smaller --dram"
+        )
+    fd = os.memfd_create("kvstore-dram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
 
 
 def populate(address: int, length: int) -> None:

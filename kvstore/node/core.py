@@ -99,6 +99,7 @@ class NodeCore:
         self._clock = clock
         self._random = seed
         self._events: deque[_Event] = deque()
+        self._news = False
         self._first_sequence = 1
         self._overflowed = False
         self._geometries: list[tuple[bytes, Geometry]] = []
@@ -318,6 +319,7 @@ class NodeCore:
 
         Sequence numbers go on through a snapshot, so that a lost answer is only a repeat.
         """
+        self._news = False
         if resync or self._overflowed or acknowledged + 1 < self._first_sequence:
             return self._snapshot(limit, lease_ms)
         while self._events and self._first_sequence <= acknowledged:
@@ -370,7 +372,9 @@ class NodeCore:
             self._events.clear()
             self._overflowed = True
         self._events.append((kind, chunk.space.id, chunk.key, chunk.parent_key, shard))
-        self.on_event()
+        if not self._news:  # once until the next look, not once an event
+            self._news = True
+            self.on_event()
 
     # --- small parts -------------------------------------------------------------------------------------
 

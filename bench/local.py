@@ -48,7 +48,7 @@ class Destination:
         self._pieces[self._order[index]][...] = piece
 
     def gather(self, index: int, slot: np.ndarray, layer_start: int, head_start: int) -> None:
-        slot[...] = self._pieces[self._order[index]]
+        slot[...] = self._pieces[self._order[index]][layer_start : layer_start + len(slot)]
 
 
 def run(client: Client, count: int, head_page_bytes: int, pages: int, condition: str) -> None:

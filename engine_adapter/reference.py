@@ -292,6 +292,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", help="gRPC address or Unix socket of the own host's node")
     parser.add_argument("--metadata", help="address of the metadata service")
     parser.add_argument("--scheduler", help="address of the scheduler")
+    parser.add_argument("--host-id", default="", help="host of this process; nodes of another one are read over tcp")
     parser.add_argument("--transport", default="auto", help="auto, shm or tcp")
     parser.add_argument("--staging", default="64MiB", help="memory for reads from other nodes")
     parser.add_argument("--blocks", type=int, default=1024, help="pages of the engine, 16 tokens each")
@@ -313,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             transport=options.transport,
             staging=options.staging,
             name=options.worker_id,
+            host_id=options.host_id,
             deadline_s=2.0,
         )
 

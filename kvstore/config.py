@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -129,8 +129,8 @@ class NodeSettings(Settings):
     )
     host_id: Name = Field(
         default="",
-        description="Clients whose host id is equal read through shared memory, all others over the network. Empty: "
-        "boot id and host name of this machine.",
+        description="Name of this host. A client that names another one reads over the network, even where it could "
+        "open the socket. Empty: boot id and host name of this machine.",
     )
     socket_dir: Folder = Field(
         default="",
@@ -146,10 +146,6 @@ class NodeSettings(Settings):
         default="",
         description="Name of the node in the pool; two nodes with one name push each other out. Empty: made once and "
         "kept in data_dir.",
-    )
-    transport: Literal["auto", "shm", "tcp"] = Field(
-        default="auto",
-        description="Path on which this node pulls pages from other nodes: `shm`, `tcp`, or the fastest that works.",
     )
     insecure: bool = Field(
         default=False,

@@ -34,7 +34,7 @@ REQUEST_SECONDS: Final = Histogram(
     registry=REGISTRY,
 )
 MISSES: Final = Counter(
-    "kvstore_misses", "Chunks that were not delivered, by MissReason.", ["reason"], registry=REGISTRY
+    "kvstore_misses", "Reads by lease that ended early, by MissReason.", ["reason"], registry=REGISTRY
 )
 HIT_TOKENS: Final = Counter("kvstore_hit_tokens", "Tokens resolved for readers, by tier.", ["tier"], registry=REGISTRY)
 PATH_BYTES: Final = Counter("kvstore_path_bytes", "Payload bytes sent, by path.", ["path"], registry=REGISTRY)

@@ -43,6 +43,7 @@ def _kvstore(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script; ends by SystemExit."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors reach the user as ours, in one line
     try:
         code = app(arguments, prog_name="kvstore", standalone_mode=False)
     except KvStoreError as exc:

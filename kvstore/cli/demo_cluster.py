@@ -115,7 +115,7 @@ class DemoCluster:
         started = {"cold": cold}
         for name, (role, node) in _ENGINES.items():
             address = self._nodes[node].announcement["control_address"]
-            options = ["--node", address, "--metadata", metadata, "--scheduler", router]
+            options = ["--node", address, "--metadata", metadata, "--scheduler", router, "--host-id", node]
             started[name] = self._start_engine(name, role, *options)
         self._engines = {name: Engine(children.announced(child)) for name, child in started.items()}
         self._scheduler = stack.enter_context(SchedulerClient(router))

@@ -56,7 +56,7 @@ def status(
     if as_json:
         print_json({"metadata_address": address, "nodes": nodes})
         return
-    columns = ["node_id", "state", "host_id", "control_address", "data_address", "shard_count", "silent_ms"]
+    columns = ["node_id", "state", "control_address", "data_address", "shard_count", "silent_ms"]
     rows = [[facts[column] for column in columns] for facts in nodes]
     print_table(f"{len(nodes)} nodes, says {address}", [c.replace("_", " ") for c in columns], rows)
 

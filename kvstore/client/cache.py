@@ -77,11 +77,11 @@ class Cache:
         """How many leading chunks are there, on the own host's node and on the best node. Keeps and pins nothing."""
         self._check(keys)
         wanted = rectangle or self.rectangle
-        host = self._client.host()
+        host = self._client.host(deadline_s)
         local = host.reader.find(keys, wanted).run if host is not None else 0
         pool = local
         if local < len(keys):
-            pool = max([local, *(match.run for match in self._client.nodes_with(keys, wanted))])
+            pool = max([local, *(match.run for match in self._client.nodes_with(keys, wanted, deadline_s))])
         return Match(local, pool, keys.tokens_of_first(local), keys.tokens_of_first(pool))
 
     # --- read --------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Cache:
         The result says how many leading chunks the own node holds afterwards. Its `reason` is why not more.
         """
         self._check(keys)
-        return self._client.background().submit(self._prefetch, keys, deadline_s)
+        return self._client.prefetcher().submit(self._prefetch, keys, deadline_s)
 
     def _prefetch(self, keys: Keys, deadline_s: float) -> ReadResult:
         before = self.match(keys)
@@ -244,7 +244,7 @@ class _Reading:
 
     def from_host(self, ticket: Ticket | None) -> None:
         """The own host's node, by shared memory; with a ticket of this node its writer is waited for."""
-        host = self._client.host()
+        host = self._client.host(max(0.05, self._left_s()))
         if host is None:
             named = self._client.node
             if named is not None:  # a node was named, but not to share memory with
@@ -281,7 +281,7 @@ class _Reading:
         for rank in ticket.ranks:
             if self.complete or self._left_s() <= 0:
                 return
-            host = self._client.host()
+            host = self._client.host(max(0.05, self._left_s()))
             if host is not None and rank.node_id == host.info.node_id:
                 continue
             try:
@@ -295,7 +295,7 @@ class _Reading:
         """Nodes that the index names, the longest run first; another one where the first fails."""
         tried: set[str] = set()
         while not self.complete and self._left_s() > 0:
-            matches = self._client.nodes_with(self._keys, self._wanted)
+            matches = self._client.nodes_with(self._keys, self._wanted, self._left_s())
             better = [m.node for m in matches if m.run > self._done and m.node.node_id not in tried]
             if not better:
                 return

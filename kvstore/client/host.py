@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvstore.client.values import Bytes
+from kvstore.errors import Unreachable
 from kvstore.model.values import NodeInfo
 from kvstore.node import NodeApi
 from kvstore.node.lookup import CatalogReader
@@ -39,12 +40,13 @@ class SocketHost:
     """A node in another process of this host: its Unix socket's session, which its gRPC calls name."""
 
     def __init__(self, path: str, name: str, deadline_s: float = 5.0) -> None:
+        self.path = path
         self._shared = SharedNode.connect(path, name, deadline_s)
         self.info = self._shared.info
         self.arena = self._shared.arena
         self.reader = self._shared.reader
         self.writable = self._shared.writable
-        self._remote = RemoteNode(self.info.control_address, self._shared.session)
+        self._remote = RemoteNode(self.info.control_address, self._shared.session, direct=self._shared.call)
         self.api: NodeApi = self._remote
 
     @property
@@ -64,3 +66,24 @@ class SocketHost:
         """End the session and its channel."""
         self._shared.close()
         self._remote.close()
+
+
+def same_host(info: NodeInfo, host_id: str, name: str, deadline_s: float) -> SocketHost | None:
+    """The session with a node that answers at a gRPC address, if it is on this host; None if it is on another.
+
+    On this host: its socket opens, *this* node hands its memory over there, and its host id is `host_id` (empty: any).
+    A path alone says nothing: another host may have a node of its own there, or a socket that a dead one left. Raises
+    Unreachable where the node is on this host but refuses, for example for want of a permission.
+    """
+    if not info.socket_path or host_id not in ("", info.host_id):
+        return None
+    try:
+        shared = SocketHost(info.socket_path, name, deadline_s)
+    except Unreachable as exc:
+        if isinstance(exc.__cause__, FileNotFoundError | ConnectionRefusedError):
+            return None
+        raise
+    if (shared.info.node_id, shared.info.host_id) == (info.node_id, info.host_id):
+        return shared
+    shared.close()
+    return None

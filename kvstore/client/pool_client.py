@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.client.counters import Counters
-from kvstore.client.host import HostNode, SocketHost
+from kvstore.client.host import HostNode, SocketHost, same_host
 from kvstore.client.remote import Peer
 from kvstore.errors import ConfigurationError, ForkedProcess, KvStoreError, NotFound, StaleReference, Unreachable
 from kvstore.metadata import Index, NodeMatch
@@ -40,37 +39,46 @@ def connect(
     transport: str = "auto",
     staging: str | int = "64MiB",
     name: str = "",
+    host_id: str = "",
     deadline_s: float = 5.0,
 ) -> Client:
     """A client of the node at `node` (gRPC address or path of its Unix socket) and the index at `metadata`.
 
-    `transport`: auto = shared memory where the node is on this host, else tcp; shm and tcp force one. Raises
+    `transport`: auto = shared memory where the node is on this host, else tcp; shm and tcp force one. The node is on
+    this host if it hands its memory over and its host id is `host_id`; empty: the hand-over alone decides. Raises
     Unreachable if the node does not answer, ConfigurationError for shm where memory cannot be shared.
     """
     if transport not in TRANSPORTS:
         raise ConfigurationError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
     if node is None and metadata is None:
         raise ConfigurationError("give the address of a node, of the metadata service, or of both")
-    index = RemoteIndex(metadata) if metadata else None
     size = staging if isinstance(staging, int) else parse_size(staging)
-    path, own = _socket_path(node, transport, deadline_s) if node else (None, None)
-    client = Client(path, own, index, transport=transport, staging_bytes=size, name=name)
-    if path is not None:
-        client.host()
-    return client
+    name = name or f"pid {os.getpid()}"
+    host, own = _meet(node, transport, host_id, name, deadline_s) if node else (None, None)
+    path = host.path if host is not None else None
+    index = RemoteIndex(metadata) if metadata else None
+    return Client(path, own, index, transport=transport, staging_bytes=size, name=name, host=host)
 
 
-def _socket_path(node: str, transport: str, deadline_s: float) -> tuple[str | None, NodeInfo | None]:
-    """(Unix socket to share memory through, what is known of the node). The path is None where tcp is to be used."""
+def _meet(
+    node: str, transport: str, host_id: str, name: str, deadline_s: float
+) -> tuple[SocketHost | None, NodeInfo | None]:
+    """(session with a node that is on this host, None where tcp is to be used; what is known of the node)."""
     if "/" in node:
         if transport == "tcp":
             raise ConfigurationError("transport tcp needs the node's gRPC address, not its socket")
-        return node, None
+        host = SocketHost(node, name, deadline_s)
+        if host_id in ("", host.info.host_id):
+            return host, host.info
+        host.close()
+        raise ConfigurationError(f"{node} belongs to host {host.info.host_id}, not {host_id}; give its gRPC address")
     info = _probe(node, deadline_s)
-    reachable = bool(info.socket_path) and Path(info.socket_path).exists()
-    if transport == "shm" and not reachable:
-        raise ConfigurationError(f"{node} shares no memory with this host (no socket {info.socket_path}); use tcp")
-    return (info.socket_path if reachable and transport != "tcp" else None), info
+    shared = same_host(info, host_id, name, deadline_s) if transport != "tcp" else None
+    if transport == "shm" and shared is None:
+        raise ConfigurationError(
+            f"{node} (host {info.host_id}, socket {info.socket_path}) shares no memory with this process; use tcp"
+        )
+    return shared, info
 
 
 def _probe(address: str, deadline_s: float) -> NodeInfo:
@@ -102,7 +110,6 @@ class Client:
         self.transport = transport
         self._host_path = host_path
         self._host = host
-        self._met = host is not None
         """A node that was there once and is not now is a miss, not an error."""
         self._own = own if host is None else host.info
         self._index = index
@@ -113,6 +120,7 @@ class Client:
         self._addresses: dict[str, NodeInfo] = {}
         self._caches: list[Cache] = []
         self._background: ThreadPoolExecutor | None = None
+        self._prefetcher: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._tcp = TcpTransport()
 
@@ -163,7 +171,7 @@ class Client:
         """The own host's node (or the one that was named), None if there is none."""
         return self._own
 
-    def host(self) -> HostNode | None:
+    def host(self, deadline_s: float = 5.0) -> HostNode | None:
         """The session with the own host's node, opened again if it was lost; None if there is none now."""
         self.check_process()
         host = self._host
@@ -178,28 +186,29 @@ class Client:
             if lost is not None:
                 lost.close()
                 self.counters.add("sessions_lost")
-            fresh = None
+            fresh: SocketHost | None = None
             try:
-                fresh = SocketHost(self._host_path, self._name)
+                fresh = SocketHost(self._host_path, self._name, deadline_s)
                 for cache in self._caches:
-                    cache.register(fresh, 5.0)
+                    cache.register(fresh, deadline_s)
             except KvStoreError:
-                self._mark_bad(self._host_path)
                 if fresh is not None:
                     fresh.close()
-                if not self._met:
-                    raise
+                self._mark_bad(self._host_path)
                 return None
-            self._host, self._own, self._met = fresh, fresh.info, True
+            self._host, self._own = fresh, fresh.info
             return fresh
 
-    def nodes_with(self, keys: Keys, rectangle: Rectangle) -> list[NodeMatch]:
+    def nodes_with(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> list[NodeMatch]:
         """Other nodes that hold a prefix of these keys, the longest first. Empty if the index does not answer."""
         if self._index is None or not len(keys) or self._is_bad("index"):
             return []
         try:
-            found = self._index.match(keys, rectangle)
-        except (Unreachable, StaleReference, KvStoreError):
+            if isinstance(self._index, RemoteIndex):
+                found = self._index.match(keys, rectangle, deadline_s=deadline_s)
+            else:
+                found = self._index.match(keys, rectangle)
+        except KvStoreError:
             self._mark_bad("index")
             self.counters.add("index_unreachable")
             return []
@@ -288,11 +297,18 @@ class Client:
     # --- the rest ----------------------------------------------------------------------------------------
 
     def background(self) -> ThreadPoolExecutor:
-        """Threads for what overlaps with the caller's own work: commits of a batch, prefetches."""
+        """Threads for what overlaps with the caller's own work: commits and checks of a batch."""
         with self._lock:
             if self._background is None:
                 self._background = ThreadPoolExecutor(4, thread_name_prefix="kvstore-client")
             return self._background
+
+    def prefetcher(self) -> ThreadPoolExecutor:
+        """Threads for whole prefetches: these wait for `background`, so they must not fill it."""
+        with self._lock:
+            if self._prefetcher is None:
+                self._prefetcher = ThreadPoolExecutor(2, thread_name_prefix="kvstore-prefetch")
+            return self._prefetcher
 
     def flush_touches(self, deadline_s: float = 1.0) -> None:
         """Return when the own host's node has seen all uses so far."""
@@ -318,8 +334,9 @@ class Client:
     def close(self) -> None:
         """End all sessions and connections. No call may be under way."""
         self.check_process()
-        if self._background is not None:
-            self._background.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._prefetcher, self._background):
+            if threads is not None:
+                threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
             host, self._host, self._host_path = self._host, None, None

@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from kvstore.client.values import Bytes, Destination
-from kvstore.errors import DeadlineExceeded, KvStoreError, NotFound, SessionLost, StaleReference, Unreachable
+from kvstore.errors import DeadlineExceeded, KvStoreError, NotFound, SessionLost, StaleReference
 from kvstore.model import checksum
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
@@ -56,6 +56,7 @@ class _Piece:
     part: ShardPart
     start: int
     payload_bytes: int
+    held_bytes: int
 
 
 class Peer:
@@ -156,7 +157,7 @@ def read_remote(
         done, reason = run.read(connection, by_chunk, executor, end_s)
     except DeadlineExceeded:
         done, reason = 0, MissReason.DEADLINE
-    except (Unreachable, StaleReference):
+    except KvStoreError:
         done, reason = 0, MissReason.UNREACHABLE
     finally:
         if connection is not None:
@@ -198,11 +199,15 @@ class _Run:
             chunks = range(begin, min(begin + step, len(by_chunk)))
             received, failure = self._receive(connection, by_chunk, chunks, end_s)
             if under_way is not None:
-                good, bad = under_way.result()
-                under_way = None
-                if bad is not None:
-                    if received is not None:
+                failed = True  # also when the caller's destination raises
+                try:
+                    good, bad = under_way.result()
+                    failed = bad is not None
+                finally:
+                    if failed and received is not None:
                         self._staging.release(received[1])
+                under_way = None
+                if failed:
                     return good, bad
             if received is None:
                 return begin, failure
@@ -218,18 +223,14 @@ class _Run:
     ) -> tuple[tuple[list[_Piece], StagingBlock, tuple[int, ...]] | None, MissReason | None]:
         """A batch in staging with its generation words, or why not."""
         pieces, size = _lay_out(self._layout, self._rectangle, by_chunk, chunks)
-        block = self._staging.acquire(size, _left(end_s))
+        fits = size <= self._staging.total_bytes  # else not even one chunk does
+        block = self._staging.acquire(size, _left(end_s)) if fits else None
         if block is None:
             self.healthy = True
             return None, MissReason.STAGING_FULL
         self.healthy = False
         descriptors = [
-            ReadDescriptor(
-                piece.place.slot,
-                piece.place.slot * UNIT_BYTES,
-                _held_bytes(self._layout, piece.place.rectangle),
-                piece.start,
-            )
+            ReadDescriptor(piece.place.slot, piece.place.slot * UNIT_BYTES, piece.held_bytes, piece.start)
             for piece in pieces
         ]
         result = connection.read(descriptors, block.view, _left(end_s))
@@ -273,8 +274,10 @@ def _lay_out(
             common = place.rectangle.intersection(rectangle)
             if common is not None:
                 part = ShardPart(place.shard & 0xFF, place.rectangle, common)
-                pieces.append(_Piece(chunk, place, part, at, layout.payload_bytes(place.rectangle)))
-                at += -(-_held_bytes(layout, place.rectangle) // UNIT_BYTES) * UNIT_BYTES
+                payload_bytes = layout.payload_bytes(place.rectangle)
+                held_bytes = payload_bytes + checksum.table_bytes(place.rectangle)
+                pieces.append(_Piece(chunk, place, part, at, payload_bytes, held_bytes))
+                at += -(-held_bytes // UNIT_BYTES) * UNIT_BYTES
     return pieces, at
 
 

@@ -24,6 +24,8 @@ from kvstore.model.values import Outcome
 from kvstore.node import CommitAnswer, ReserveAnswer
 
 UNIT_BYTES = 4096
+CACHE_BYTES = 512 << 10
+"""What is copied before its checksums are taken; half of a common second-level cache."""
 _ROUNDS = 3
 """Second looks at keys in progress; what is still in progress then is left to its writer."""
 _ABORT_S = 1.0
@@ -54,12 +56,16 @@ class PendingWrite:
     deadline_s: float
     checksums: bool = True
     outcomes: list[Outcome] = field(init=False)
+    _shape: tuple[int, int, int, int] = field(init=False)
+    _payload_bytes: int = field(init=False)
     _slots: dict[int, int] = field(init=False)
     _filled: dict[int, _Filled] = field(init=False, default_factory=dict)
     _sources: dict[tuple[int, int, int], Source] = field(init=False, default_factory=dict)
     _ended: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        self._shape = self.layout.shape(self.rectangle)
+        self._payload_bytes = self.layout.payload_bytes(self.rectangle)
         self.outcomes = list(self.answer.outcomes)
         self._slots = {i: slot for i, slot in enumerate(self.answer.slots) if self.outcomes[i] is Outcome.GRANTED}
 
@@ -93,24 +99,34 @@ class PendingWrite:
         self._sources[layer_start, layer_stop, id(source)] = source
         if not self.host.alive:
             raise SessionLost("the node's session ended; what was not committed is lost")
-        for index in self._slots if chunks is None else chunks:
-            if index in self._slots:
-                self._put(index, layer_start, layer_stop, source)
-
-    def _put(self, index: int, layer_start: int, layer_stop: int, source: Source) -> None:
         first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
-        pages = self._payload(index).reshape(self.layout.shape(self.rectangle))[first:last]
-        source.gather(index, pages, layer_start, self.rectangle.head_start)
-        filled = self._filled.get(index)
-        if filled is None:
-            filled = self._filled[index] = _Filled(0, None)
-        if self.checksums:
-            part = Rectangle(layer_start, layer_stop, self.rectangle.head_start, self.rectangle.head_stop)
-            table = checksum.table_of(pages.reshape(-1), self.layout, part)
-            if filled.table is None:
-                filled.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
-            filled.table[first:last] = table
-        filled.layers |= (1 << last) - (1 << first)
+        bits = (1 << last) - (1 << first)
+        gather, head_start, filled = source.gather, self.rectangle.head_start, self._filled
+        for index in tuple(self._slots) if chunks is None else chunks:
+            if index not in self._slots:
+                continue
+            pages = self._pages(index)[first:last]
+            state = filled.get(index)
+            if state is None:
+                state = filled[index] = _Filled(0, None)
+            if self.checksums:
+                self._copy_and_sum(index, pages, layer_start, source, state)
+            else:
+                gather(index, pages, layer_start, head_start)
+            state.layers |= bits
+
+    def _copy_and_sum(self, index: int, pages: Bytes, layer_start: int, source: Source, state: _Filled) -> None:
+        """Take the checksums piece by piece, while a piece is still in the core's own cache."""
+        base, heads = self.rectangle.layer_start, (self.rectangle.head_start, self.rectangle.head_stop)
+        if state.table is None:
+            state.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
+        step = max(1, CACHE_BYTES // pages[0].nbytes)
+        for start in range(0, len(pages), step):
+            piece, layer = pages[start : start + step], layer_start + start
+            source.gather(index, piece, layer, heads[0])
+            part = Rectangle(layer, layer + len(piece), *heads)
+            table = checksum.table_of(piece.reshape(-1), self.layout, part)
+            state.table[layer - base : layer - base + len(piece)] = table
 
     def commit(self, upto: int | None = None) -> WriteResult:
         """Make filled chunks visible.
@@ -172,16 +188,17 @@ class PendingWrite:
             # Also after the deadline: what is not given back stays reserved as long as the session lives.
             self.host.api.abort(self.answer.attempt, max(_ABORT_S, self._left()))
 
-    def _payload(self, index: int) -> Bytes:
+    def _pages(self, index: int) -> Bytes:
+        """The payload of a granted slot, (layers, pages, heads, head_page_bytes)."""
         start = self._slots[index] * UNIT_BYTES
-        return self.host.arena[start : start + self.layout.payload_bytes(self.rectangle)]
+        return self.host.arena[start : start + self._payload_bytes].reshape(self._shape)
 
     def _write_table(self, index: int) -> int:
         """Put the checksum table behind the payload; returns its hash, 0 without checksums."""
         table = self._filled[index].table
         if table is None:
             return 0
-        start = self._slots[index] * UNIT_BYTES + self.layout.payload_bytes(self.rectangle)
+        start = self._slots[index] * UNIT_BYTES + self._payload_bytes
         self.host.arena[start : start + table.nbytes] = table.view(np.uint8).ravel()
         return checksum.table_hash(table)
 

@@ -14,6 +14,7 @@ repeats, also across a restart of the worker. Odd = the slot is free or being wr
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -66,6 +67,7 @@ SHARD_MIX_1: Final = 0xC2B2AE3D27D4EB4F
 """Odd constants that spread the shard id over the two hash words of a key."""
 
 _WORD = 1 << 64
+_RECORD_REST = struct.Struct("<QIIQ16s16s")
 _LENGTH_BYTES = 4
 _RECTANGLE_WORDS = GEOMETRY_WORDS - 2
 
@@ -227,13 +229,8 @@ class CatalogWriter:
         """Note what a slot is used for, so that a restarted worker knows what is being written."""
         at, words = self._records_word + slot * RECORD_WORDS, self._words
         words[at] = 0  # state first: a half-written record reads as free
-        words[at + 1] = attempt
-        words[at + 2] = owner[0] | shard << 32
-        words[at + 3] = owner[1]
-        words[at + 4] = int.from_bytes(key[:8], "little")
-        words[at + 5] = int.from_bytes(key[8:], "little")
-        words[at + 6] = int.from_bytes(parent[:8], "little")
-        words[at + 7] = int.from_bytes(parent[8:], "little")
+        rest = _RECORD_REST.pack(attempt, owner[0], shard, owner[1], key, parent)
+        self._memory[at * 8 + 8 : at * 8 + 64] = rest
         words[at] = state | namespace_number << 32
 
     def set_state(self, slot: int, state: int) -> None:
@@ -366,12 +363,15 @@ class _DirectoryChange:
         self._words[Header.DIRECTORY_VERSION] += 1
 
 
+_mixes: dict[int, tuple[int, int]] = {}
+
+
 def hash_words(key: bytes, shard: int) -> tuple[int, int]:
     """The two hash words of (key, shard): key words, each xored with the shard spread over 64 bits."""
-    return (
-        int.from_bytes(key[:8], "little") ^ (shard * SHARD_MIX_0) % _WORD,
-        int.from_bytes(key[8:], "little") ^ (shard * SHARD_MIX_1) % _WORD,
-    )
+    mixes = _mixes.get(shard)
+    if mixes is None:
+        mixes = _mixes[shard] = (shard * SHARD_MIX_0) % _WORD, (shard * SHARD_MIX_1) % _WORD
+    return int.from_bytes(key[:8], "little") ^ mixes[0], int.from_bytes(key[8:], "little") ^ mixes[1]
 
 
 def age_of(generation: int) -> int:

@@ -99,6 +99,7 @@ class NodeCore:
         self._clock = clock
         self._random = seed
         self._events: deque[_Event] = deque()
+        self._news = False
         self._first_sequence = 1
         self._overflowed = False
         self._geometries: list[tuple[bytes, Geometry]] = []
@@ -192,6 +193,8 @@ class NodeCore:
         """See NodeApi. The present part of the chain counts as used, and is pinned where a ticket is named."""
         owner = self.session(session)
         space = self._space(keys)
+        if keys.fingerprints is None:
+            raise InvalidRequest("writers send the fingerprints of their keys: readers confirm a hit by them")
         if space.rectangle(shard) is None:
             raise NotFound(f"shard {shard:#010x} belongs to no geometry registered for {space.namespace.title}")
         life_s = RESERVATION_LIFETIME_MS / 1000
@@ -270,6 +273,10 @@ class NodeCore:
             break
         lease = 0
         lease_ms = min(lease_ms, LEASE_LIMIT_MS)
+        if lease_ms:  # a read; probes are not counted
+            self.pool.counts["acquired_tokens"] += keys.tokens_of_first(len(chunks))
+            if reason is not None:
+                self.pool.counts[f"acquire_miss_{reason.value}"] += 1
         if chunks and lease_ms:
             lease = self.holds.lease(session, chunks[-1], self._clock() + lease_ms / 1000)
             self.pool.touch([chunk.key for chunk in chunks])
@@ -312,6 +319,7 @@ class NodeCore:
 
         Sequence numbers go on through a snapshot, so that a lost answer is only a repeat.
         """
+        self._news = False
         if resync or self._overflowed or acknowledged + 1 < self._first_sequence:
             return self._snapshot(limit, lease_ms)
         while self._events and self._first_sequence <= acknowledged:
@@ -364,7 +372,9 @@ class NodeCore:
             self._events.clear()
             self._overflowed = True
         self._events.append((kind, chunk.space.id, chunk.key, chunk.parent_key, shard))
-        self.on_event()
+        if not self._news:  # once until the next look, not once an event
+            self._news = True
+            self.on_event()
 
     # --- small parts -------------------------------------------------------------------------------------
 
@@ -390,8 +400,13 @@ class NodeCore:
     def stats(self) -> dict[str, int]:
         """Flat figures for people and dashboards."""
         pool = self.pool
-        reserved = sum(len(a.grants) for a in self.reservations.attempts.values())
-        quarantined = sum(s.writer.held_bytes for s in self.sessions.values() if not s.open)
+        reserved = [grant.size_bytes for a in self.reservations.attempts.values() for grant in a.grants.values()]
+        quarantined = sum(
+            size
+            for session in self.sessions.values()
+            for slots in session.writer.quarantined.values()
+            for _, size in slots
+        )
         return {
             "chunks": pool.committed_chunks,
             "namespaces": len(pool.spaces),
@@ -399,7 +414,8 @@ class NodeCore:
             "arena_bytes": pool.allocator.arena_bytes,
             "open_bytes": pool.allocator.open_until,
             "used_bytes": pool.allocator.used_bytes,
-            "reserved_slots": reserved,
+            "reserved_slots": len(reserved),
+            "reserved_bytes": sum(reserved),
             "quarantined_bytes": quarantined,
             "leases": len(self.holds.leases),
             "tickets": len(self.holds.tickets),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import gc
 import logging
 import mmap
 import time
@@ -22,10 +22,11 @@ from kvstore.model.values import NodeInfo
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
+from kvstore.node.exporter import Exporter
 from kvstore.node.handover import Seat
 from kvstore.node.publisher import Publisher
 from kvstore.node.recovery import FormerWriters, Recovered, recover
-from kvstore.node.server import NodeServicer
+from kvstore.node.server import NodeServicer, SessionVerbs
 from kvstore.node.sessions import SessionServer
 from kvstore.node.slots import SlotAllocator
 from kvstore.node.streams import PageStreams
@@ -37,6 +38,9 @@ from kvstore.transport.tcp_server import TcpServer
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
 _SERVICE = "kvstore.v1.NodeService"
+_GC_THRESHOLDS = 50_000, 20, 100_000
+"""Chunks are freed by their reference counts; a full collection over a million of them would hold the loop for a
+second, so the oldest generation is practically never collected."""
 
 
 @dataclass(slots=True)
@@ -102,6 +106,7 @@ class NodeDaemon:
 
     async def start(self) -> dict[str, Any]:
         """Bind everything; returns the announcement: addresses, node id, sizes."""
+        gc.set_threshold(*_GC_THRESHOLDS)
         settings = self._settings
         seat = self._seat
         memory = (
@@ -151,7 +156,9 @@ class NodeDaemon:
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(info, self._advertised(control))
-        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, seat)
+        self._sessions = SessionServer(
+            core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat
+        )
         self._sessions.start()
         self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
         if self._index is not None:
@@ -194,19 +201,20 @@ class NodeDaemon:
             self.core.on_commit()
 
     async def _tick(self) -> None:
+        exporter = Exporter()
         while True:
             await asyncio.sleep(TICK_S)
             self.core.tick()
             if self._former is not None:
                 self._former.poll()
-            stats = self.core.stats()
-            metrics.QUARANTINED_BYTES.set(stats["quarantined_bytes"])
-            metrics.CATALOG_ENTRIES.set(stats["catalog_entries"])
+            lag_ms = self._publisher.loop_lag_ms if self._publisher else 0.0
+            exporter.export(self.core.stats(), lag_ms, self._tcp.payload_bytes_sent)
 
     def _more_stats(self) -> dict[str, Any]:
         lag = self._publisher.loop_lag_ms if self._publisher else 0.0
         return {
             "tcp_connections": self._tcp.connection_count,
+            "tcp_payload_bytes_sent": self._tcp.payload_bytes_sent,
             "loop_lag_ms": round(lag, 3),
             "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
             "populated_bytes": self._memory.arena.populated_bytes,
@@ -226,10 +234,3 @@ class NodeDaemon:
 
 def _with_control(info: NodeInfo, control_address: str) -> NodeInfo:
     return NodeInfo(info.node_id, info.epoch, info.host_id, control_address, info.data_address, info.socket_path)
-
-
-async def serve_until_cancelled(daemon: NodeDaemon) -> None:
-    """Keep a started daemon until the task is cancelled, then stop it."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.Event().wait()
-    await daemon.stop()

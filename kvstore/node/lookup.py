@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.prefix import Keys
-from kvstore.model.values import MissReason
+from kvstore.model.values import MissReason, Tier
 from kvstore.node.catalog import (
     BUCKET_ENTRIES,
     ENTRY_WORDS,
@@ -38,7 +38,7 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 _LOW_48 = np.uint64((1 << 48) - 1)
 _SHIFT_48 = np.uint64(48)
 _ONE = np.uint64(1)
-_NO_TIER = np.uint64((1 << 56) - 1)
+_IN_DRAM = Tier.DRAM << 56
 
 
 def _take_rows(rows: Words, indices: npt.NDArray[np.int64]) -> Words:
@@ -83,7 +83,8 @@ class Found:
 class _Plan:
     """How one geometry serves one rectangle: the shards needed and their constants.
 
-    `mixes`: hash constants a shard, shape (shards, 2). `kinds`: word 6 of their entries without the tier.
+    `mixes`: hash constants a shard, shape (shards, 2). `kinds`: word 6 of their entries, tier DRAM (copies on other
+    tiers are no business of this path).
     """
 
     geometry: Geometry
@@ -100,7 +101,7 @@ class _Plan:
         numbers = tuple(number for number, _, _ in touched)
         shards = [geometry.shard(number) for number in numbers]
         mixes = [[(s * SHARD_MIX_0) % (1 << 64), (s * SHARD_MIX_1) % (1 << 64)] for s in shards]
-        kinds = [s | namespace_number << 32 for s in shards]
+        kinds = [s | namespace_number << 32 | _IN_DRAM for s in shards]
         return cls(geometry, numbers, np.array(mixes, dtype=np.uint64), np.array(kinds, dtype=np.uint64))
 
 
@@ -218,7 +219,7 @@ class CatalogReader:
             kinds = kinds.take(owners) if width > 1 else kinds
         differs = rows[:, 0] ^ words[:, 0]
         differs |= rows[:, 1] ^ words[:, 1]
-        differs |= (rows[:, 6] & _NO_TIER) ^ kinds
+        differs |= rows[:, 6] ^ kinds
         differs |= rows[:, 3] & _ONE
         other = differs
         if keys.fingerprints is not None:

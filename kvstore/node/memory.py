@@ -84,7 +84,7 @@ class CatalogShape:
     @classmethod
     def make(cls, arena_bytes: int, slot_count: int) -> CatalogShape:
         """Twice as many entries as slots, the number of buckets rounded up to a power of two."""
-        buckets = 1 << max(4, (2 * slot_count // BUCKET_ENTRIES - 1).bit_length())
+        buckets = 1 << max(4, (-(-2 * slot_count // BUCKET_ENTRIES) - 1).bit_length())
         units = -(-arena_bytes // UNIT_BYTES)
         sizes = (
             UNIT_BYTES,  # header

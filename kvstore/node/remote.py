@@ -1,11 +1,13 @@
-"""`NodeApi` over gRPC: a node in another process, for one session."""
+"""`NodeApi` of a node in another process, for one session: by gRPC, or over the session's own Unix socket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from kvstore.errors import InvalidRequest, KvStoreError
 from kvstore.model.layout import Geometry, Rectangle
@@ -13,11 +15,14 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo, Outcome
 from kvstore.node import AcquireAnswer, CommitAnswer, ReserveAnswer, messages
-from kvstore.rpc import wire
+from kvstore.rpc import handshake, wire
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
 
 NAME_LIMIT_BYTES = 128
+
+Direct = Callable[[str, bytes, float], bytes]
+"""(verb, request, deadline in seconds) -> response, over the Unix socket of the session."""
 
 
 class RemoteNode:
@@ -26,7 +31,10 @@ class RemoteNode:
     Raises Unreachable if the node does not answer within `deadline_s`.
     """
 
-    def __init__(self, address: str, session: int = 0, name: str = "", deadline_s: float = 5.0) -> None:
+    def __init__(
+        self, address: str, session: int = 0, name: str = "", deadline_s: float = 5.0, direct: Direct | None = None
+    ) -> None:
+        self._direct = direct
         self._channel = Channel(address)
         self._stub = self._channel.stub(node_pb2_grpc.NodeServiceStub)
         self.session = session
@@ -36,6 +44,13 @@ class RemoteNode:
             answer = self._channel.call(self._stub.OpenSession, request, deadline_s)
             self.session = answer.session
             self.info = wire.node_info_from_message(answer.node)
+
+    def _verb(self, verb: str, request: Message, deadline_s: float) -> Any:
+        """One of `handshake.VERBS`: over the session's socket where there is one and the request fits, else by gRPC."""
+        if self._direct is not None and request.ByteSize() <= handshake.CALL_LIMIT_BYTES:
+            response = self._direct(verb, request.SerializeToString(), deadline_s)
+            return getattr(node_pb2, f"{verb}Response").FromString(response)
+        return self._channel.call(getattr(self._stub, verb), request, deadline_s)
 
     def register_namespace(
         self, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int], deadline_s: float
@@ -47,14 +62,14 @@ class RemoteNode:
             geometry=[] if geometry is None else wire.geometry_to_messages(geometry),
             written_here=written_here,
         )
-        self._channel.call(self._stub.RegisterNamespace, request, deadline_s)
+        self._verb("RegisterNamespace", request, deadline_s)
 
     def reserve(self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float) -> ReserveAnswer:
         """See NodeApi."""
         request = node_pb2.ReserveRequest(
             session=self.session, chain=wire.chain_to_message(keys), shard=shard, ticket_id=ticket_id
         )
-        answer = messages.reserve_from_message(self._channel.call(self._stub.Reserve, request, deadline_s))
+        answer = messages.reserve_from_message(self._verb("Reserve", request, deadline_s))
         _check_length(len(keys), answer.outcomes, answer.slots)
         return answer
 
@@ -65,14 +80,14 @@ class RemoteNode:
         request = node_pb2.CommitRequest(
             session=self.session, attempt=attempt, indices=indices, table_hashes=table_hashes, last=last
         )
-        answer = messages.commit_from_message(self._channel.call(self._stub.Commit, request, deadline_s))
+        answer = messages.commit_from_message(self._verb("Commit", request, deadline_s))
         _check_length(len(indices), answer.outcomes)
         return answer
 
     def abort(self, attempt: int, deadline_s: float) -> None:
         """See NodeApi."""
         request = node_pb2.AbortRequest(session=self.session, attempt=attempt)
-        self._channel.call(self._stub.Abort, request, deadline_s)
+        self._verb("Abort", request, deadline_s)
 
     def acquire(
         self, keys: Keys, rectangle: Rectangle, lease_ms: int, ticket_id: bytes, wait_ms: int, deadline_s: float
@@ -94,12 +109,12 @@ class RemoteNode:
     def release(self, leases: Sequence[int], ticket_ids: Sequence[bytes], deadline_s: float) -> None:
         """See NodeApi."""
         request = node_pb2.ReleaseRequest(session=self.session, leases=leases, ticket_ids=b"".join(ticket_ids))
-        self._channel.call(self._stub.Release, request, deadline_s)
+        self._verb("Release", request, deadline_s)
 
     def remove(self, namespace_id: bytes, keys: Sequence[bytes], deadline_s: float) -> int:
         """See NodeApi."""
         request = node_pb2.RemoveRequest(session=self.session, namespace_id=namespace_id, keys=b"".join(keys))
-        return int(self._channel.call(self._stub.Remove, request, deadline_s).removed_chunks)
+        return int(self._verb("Remove", request, deadline_s).removed_chunks)
 
     def put(
         self, keys: Keys, shard: int, payloads: Iterable[npt.NDArray[np.uint8]], deadline_s: float

@@ -60,12 +60,14 @@ class Attempt:
     key_list: list[bytes] = field(init=False)
     """The keys as a list, and below it their fingerprints as ints: a batch looks at each several times."""
     prints: list[int] | None = field(init=False)
+    last: int = field(init=False)
     grants: dict[int, Grant] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
     committed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.key_list = list(self.keys)
+        self.last = len(self.key_list) - 1
         self.prints = None if self.keys.fingerprints is None else self.keys.fingerprints.tolist()
 
     def parent_key(self, index: int) -> bytes:
@@ -175,7 +177,7 @@ class Reservations:
                 key=key,
                 parent_key=parent_key,
                 space=attempt.space,
-                token_count=attempt.keys.tokens_of(index),
+                token_count=attempt.keys.last_tokens if index == attempt.last else attempt.keys.chunk_tokens,
                 fingerprint=None if prints is None else prints[index + 1],
                 parent_fingerprint=None if prints is None else prints[index],
                 first_seen_s=now_s,

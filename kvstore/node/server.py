@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from kvstore.errors import InvalidRequest, LimitExceeded, NotFound, Unauthorized
+from google.protobuf.message import DecodeError
+
+from kvstore import metrics
+from kvstore.errors import InvalidRequest, KvStoreError, LimitExceeded, NotFound, Unauthorized
 from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -29,7 +33,7 @@ from kvstore.node import (
 from kvstore.node.core import REMOTE_IDLE_S, NodeCore
 from kvstore.node.messages import STREAM_LIMIT_S
 from kvstore.node.streams import PageStreams, next_part, touch_chain
-from kvstore.rpc import wire
+from kvstore.rpc import handshake, wire
 from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
 
 WAIT_LIMIT_MS = 10_000
@@ -232,3 +236,30 @@ def _check_stream(context: Any) -> None:
 
 def _ticket_id(value: bytes) -> bytes:
     return wire.check_key("ticket_id", value) if value else value
+
+
+class SessionVerbs:
+    """Serves the verbs that come over a session's own socket: the same methods, without gRPC around them."""
+
+    def __init__(self, servicer: NodeServicer) -> None:
+        self._verbs = {verb: (getattr(servicer, verb), getattr(node_pb2, f"{verb}Request")) for verb in handshake.VERBS}
+
+    async def __call__(self, session: int, verb: str, body: bytes) -> bytes:
+        """See `kvstore.node.sessions.Serve`. The socket, not the message, says whose session it is."""
+        method, request_type = self._verbs[verb]
+        began, code = time.monotonic(), "OK"
+        try:
+            request = request_type.FromString(body)
+            if request.session != session:
+                raise Unauthorized("a session's socket serves only its own session")
+            response: bytes = (await method(request, None)).SerializeToString()
+            return response
+        except DecodeError as exc:
+            code = "INVALID_ARGUMENT"
+            raise InvalidRequest(f"{verb}: not a request message: {exc}") from exc
+        except KvStoreError as exc:
+            code = wire.status_of(exc)[0].name
+            raise
+        finally:
+            metrics.REQUESTS.labels(verb, code).inc()
+            metrics.REQUEST_SECONDS.labels(verb).observe(time.monotonic() - began)

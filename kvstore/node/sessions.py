@@ -13,11 +13,11 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError
+from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError, LimitExceeded
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.core import NodeCore, Session
 from kvstore.node.handover import Seat
@@ -26,13 +26,27 @@ from kvstore.rpc.handshake import Kind
 
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
+CALLS_LIMIT = 64
+"""Calls of one session under way at a time."""
+
+Serve = Callable[[int, str, bytes], Awaitable[bytes]]
+"""(session number, verb of handshake.VERBS, request message) -> response message; raises errors of the tree."""
 
 
 class SessionServer:
     """Accepts clients on `path` (mode 0660) and translates their sockets' lives for the core."""
 
-    def __init__(self, core: NodeCore, catalog_fd: int, arena: DramArena, path: str, seat: Seat | None = None) -> None:
+    def __init__(
+        self,
+        core: NodeCore,
+        catalog_fd: int,
+        arena: DramArena,
+        path: str,
+        serve: Serve | None = None,
+        seat: Seat | None = None,
+    ) -> None:
         self._core = core
+        self._serve = serve
         self._seat = seat
         self._catalog_fd = catalog_fd
         self._arena = arena
@@ -64,7 +78,7 @@ class SessionServer:
             peer, _ = listener.accept()
             peer.setblocking(False)
             connection = _Connection(
-                self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._seat
+                self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._serve, self._seat
             )
             self._connections.add(connection)
 
@@ -89,8 +103,11 @@ class _Connection:
         arena: DramArena,
         peer: socket.socket,
         on_end: Callable[[_Connection], None],
+        serve: Serve | None,
         seat: Seat | None,
     ) -> None:
+        self._serve = serve
+        self._calls: set[asyncio.Task[None]] = set()
         self._core = core
         self._seat = seat
         self._catalog_fd = catalog_fd
@@ -174,8 +191,28 @@ class _Connection:
         elif packet[0] == Kind.PING:
             with contextlib.suppress(BlockingIOError):  # a client that does not read its answers
                 peer.send(handshake.ping(Kind.PONG, handshake.pinged(packet)))
+        elif packet[0] == Kind.CALL and self._serve is not None:
+            verb, number, request = handshake.called(packet)
+            if len(self._calls) >= CALLS_LIMIT:
+                raise LimitExceeded(f"a session has at most {CALLS_LIMIT} calls under way")
+            task = self._loop.create_task(self._answer(self._serve, session.number, verb, number, request))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
         else:
             raise InvalidRequest(f"unknown message kind {packet[0]}")
+
+    async def _answer(self, serve: Serve, session: int, verb: str, number: int, request: bytes) -> None:
+        try:
+            packet = handshake.answer(number, await serve(session, verb, request))
+        except KvStoreError as exc:
+            packet = handshake.answer(number, None, type(exc).__name__, str(exc))
+        if self._peer is None:
+            return
+        try:
+            self._peer.send(packet)
+        except OSError as exc:  # also a client that does not read its answers
+            logger.info("a client's socket failed: %s", exc)
+            self.close()
 
     def close(self) -> None:
         """The socket is closed: the session is lost. The pidfd stays until the process has ended."""

@@ -7,15 +7,18 @@ INTERNAL. The guard below is the outermost handler, the one place that catches `
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore import metrics
 from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError
 from kvstore.rpc import wire
 from kvstore.rpc.channel import format_address, parse_address
@@ -149,29 +152,48 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]], name: str, needs_deadline: bool) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
-        try:
-            _check_deadline(context, name, needs_deadline)
-            return await behaviour(request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as exc:  # noqa: BLE001 (the outermost handler)
-            await _abort(context, name, exc)
+        with _counted(name, context):
+            try:
+                _check_deadline(context, name, needs_deadline)
+                return await behaviour(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as exc:  # noqa: BLE001 (the outermost handler)
+                await _abort(context, name, exc)
 
     return guarded
 
 
 def _stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]], name: str, needs_deadline: bool) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            _check_deadline(context, name, needs_deadline)
-            async for response in behaviour(request, context):
-                yield response
-        except grpc.aio.AbortError:
-            raise
-        except Exception as exc:  # noqa: BLE001 (the outermost handler)
-            await _abort(context, name, exc)
+        with _counted(name, context):
+            try:
+                _check_deadline(context, name, needs_deadline)
+                async for response in behaviour(request, context):
+                    yield response
+            except grpc.aio.AbortError:
+                raise
+            except Exception as exc:  # noqa: BLE001 (the outermost handler)
+                await _abort(context, name, exc)
 
     return guarded
+
+
+@contextlib.contextmanager
+def _counted(name: str, context: Any) -> Iterator[None]:
+    """Count a call under its method and status, with the time that it took."""
+    method, began, code = name.rpartition("/")[2], time.monotonic(), "OK"
+    try:
+        yield
+    except BaseException:
+        code = "CANCELLED"  # unless `abort` has set another one
+        raise
+    finally:
+        status = context.code()
+        if isinstance(status, grpc.StatusCode) and status is not grpc.StatusCode.OK:
+            code = status.name
+        metrics.REQUESTS.labels(method, code).inc()
+        metrics.REQUEST_SECONDS.labels(method).observe(time.monotonic() - began)
 
 
 def _check_deadline(context: Any, name: str, needed: bool) -> None:

@@ -15,14 +15,16 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
+from grpc import StatusCode
 
-from kvstore.errors import DeadlineExceeded, InvalidRequest, SessionLost, Unreachable
+from kvstore.errors import DeadlineExceeded, ForkedProcess, InvalidRequest, SessionLost, Unreachable
 from kvstore.model.values import NodeInfo
 from kvstore.node.lookup import CatalogReader
-from kvstore.rpc import handshake
+from kvstore.rpc import handshake, wire
 from kvstore.rpc.handshake import Kind
 
 TOUCH_DELAY_S = 0.05
@@ -55,6 +57,10 @@ class SharedNode:
         self._touches: list[bytes] = []
         self._pongs = threading.Condition(self._lock)
         self._pong = self._ping = 0
+        self._inboxes: dict[int, SimpleQueue[bytes | None]] = {}
+        self._last_call = 0
+        self._pid = os.getpid()
+        peer.setblocking(False)
         self._alive = True
         self._ended = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -115,18 +121,59 @@ class SharedNode:
             self._ping += 1
             wanted = self._ping
             waiting, self._touches = self._touches, []
-            self._peer.settimeout(deadline_s)
-            try:
-                for packet in handshake.touches(waiting):
-                    self._peer.send(packet)
-                self._peer.send(handshake.ping(Kind.PING, wanted))
-            except OSError as exc:
-                raise SessionLost(f"the session with node {self.info.node_id} ended: {exc}") from exc
+        for packet in handshake.touches(waiting):
+            self._send(packet, end)
+        self._send(handshake.ping(Kind.PING, wanted), end)
+        with self._lock:
             while self._pong < wanted and self._alive:
                 if not self._pongs.wait(max(0.0, end - time.monotonic())):
                     raise DeadlineExceeded(f"node {self.info.node_id} did not answer within {deadline_s} s")
             if not self._alive:
-                raise SessionLost(f"the session with node {self.info.node_id} ended")
+                raise self._lost()
+
+    def call(self, verb: str, request: bytes, deadline_s: float) -> bytes:
+        """The response to one of `handshake.VERBS`, over the session's socket. Raises what the call by gRPC would."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this session belongs to the parent process; connect anew after the fork, or use spawn")
+        end = time.monotonic() + deadline_s
+        inbox: SimpleQueue[bytes | None] = SimpleQueue()
+        with self._lock:
+            if not self._alive:
+                raise self._lost()
+            self._last_call = number = (self._last_call + 1) & 0xFFFFFFFF
+            self._inboxes[number] = inbox
+        try:
+            self._send(handshake.call(verb, number, request), end)
+            packet = inbox.get(timeout=max(0.0, end - time.monotonic()))
+        except Empty as exc:
+            late = f"node {self.info.node_id} did not answer {verb} within {deadline_s:.3f} s"
+            raise DeadlineExceeded(late) from exc
+        finally:
+            with self._lock:
+                self._inboxes.pop(number, None)
+        if packet is None:
+            raise self._lost()
+        _, response, error, details = handshake.answered(packet)
+        if response is None:
+            raise wire.error_from_status(StatusCode.UNKNOWN, details, error)
+        return response
+
+    def _send(self, packet: bytes, end: float) -> None:
+        """Send one packet, waiting for room in the socket until `end`."""
+        while True:
+            try:
+                self._peer.send(packet)
+                return
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(self._peer, select.POLLOUT)
+                if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
+                    raise DeadlineExceeded(f"node {self.info.node_id} does not read its session's socket") from None
+            except OSError as exc:
+                raise self._lost() from exc
+
+    def _lost(self) -> SessionLost:
+        return SessionLost(f"the session with node {self.info.node_id} ended")
 
     def close(self) -> None:
         """End the session. The caller has stopped copying."""
@@ -151,7 +198,7 @@ class SharedNode:
                 self._send_touches()
                 if time.monotonic() >= renew_at:
                     renew_at = time.monotonic() + RENEW_EVERY_S
-                    self._peer.send(bytes([Kind.RENEW]), socket.MSG_DONTWAIT)
+                    self._peer.send(bytes([Kind.RENEW]))
             except BlockingIOError:
                 continue
             except OSError:
@@ -160,13 +207,20 @@ class SharedNode:
             self._alive = False
             self._ended = True
             self._pongs.notify_all()
+            for inbox in self._inboxes.values():
+                inbox.put(None)
             os.close(self._wake_read)
             os.close(self._wake_write)
         self._peer.close()
 
     def _receive(self) -> bool:
-        packet = self._peer.recv(handshake.PACKET_BYTES, socket.MSG_DONTWAIT)
-        if packet and packet[0] == Kind.PONG:
+        packet = self._peer.recv(handshake.PACKET_BYTES)
+        if packet and packet[0] == Kind.ANSWER:
+            with self._lock:
+                inbox = self._inboxes.get(handshake.answered(packet)[0])
+            if inbox is not None:  # else its caller has given up
+                inbox.put(packet)
+        elif packet and packet[0] == Kind.PONG:
             with self._lock:
                 self._pong = max(self._pong, handshake.pinged(packet))
                 self._pongs.notify_all()
@@ -178,7 +232,7 @@ class SharedNode:
         packets = list(handshake.touches(waiting))
         for place, packet in enumerate(packets):
             try:
-                self._peer.send(packet, socket.MSG_DONTWAIT)
+                self._peer.send(packet)
             except BlockingIOError:
                 self.touches_dropped += len(packets) - place
                 return

@@ -121,6 +121,7 @@ class TcpServer:
         self._after_payload: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._peers: set[_Peer] = set()
+        self._payload_bytes_sent = 0
         self._stopping = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
         self._acceptor.start()
@@ -130,6 +131,12 @@ class TcpServer:
         """Connections that are open now."""
         with self._lock:
             return len(self._peers)
+
+    @property
+    def payload_bytes_sent(self) -> int:
+        """Payload bytes of all reads that were sent to their end."""
+        with self._lock:
+            return self._payload_bytes_sent
 
     def stop(self, deadline_s: float = 5.0) -> bool:
         """Close everything and wait for the threads. False if one was still running at the deadline. Idempotent."""
@@ -275,6 +282,8 @@ class TcpServer:
                 self._send_file(connected, offset, length)
         self._send_copied(connected, short)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+        with self._lock:
+            self._payload_bytes_sent += payload_bytes
         if self._after_payload is not None:
             self._after_payload()
 

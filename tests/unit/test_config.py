@@ -142,7 +142,6 @@ def test_wrong_value_names_setting_and_source(tmp_path: Path, monkeypatch: pytes
     [
         ({"slots": "-1"}, r"slots .*greater than or equal to 0"),
         ({"slots": "many"}, r"slots .*integer"),
-        ({"transport": "nfs"}, r"transport .*'auto', 'shm' or 'tcp'"),
         ({"insecure": "perhaps"}, r"insecure .*boolean"),
         ({"node_id": "a/b"}, r"node_id .*not a node id"),
         ({"advertise": "host:7420"}, r"advertise .*not a host"),

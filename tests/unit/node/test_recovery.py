@@ -266,7 +266,7 @@ def test_a_worker_may_die_at_any_store() -> None:
 @pytest.mark.slow
 def test_a_recovery_may_die_at_any_store() -> None:
     points = 0
-    for limit in range(3, 400, 29):
+    for limit in range(3, 400, 23):
         limit_of_recovery = 0
         while dies_and_recovers(limit, limit_of_recovery)[1]:
             limit_of_recovery += 1

@@ -1,0 +1,163 @@
+"""docs/store-service.md and docs/metrics.md against the code: example, limits, names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import foreign_store_client as foreign
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore.client import Client
+from kvstore.model.layout import CHUNK_BYTES_LIMIT, GEOMETRY_RECTANGLES_LIMIT, Geometry
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import SECRET_LIMIT_BYTES, Extra, ExtraKind, KeyChain
+from kvstore.model.values import MissReason, Outcome
+from kvstore.node import KEYS_LIMIT, LEASE_LIMIT_MS, core, messages, server, streams
+from kvstore.node.catalog import NAMESPACE_LIMIT
+from kvstore.rpc import serving, wire
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SERVICE = (ROOT / "docs" / "store-service.md").read_text()
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading."""
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    block = re.search(r"```json\n(.*?)```", SERVICE, re.DOTALL)
+    assert block is not None
+    return dict(json.loads(block[1]))
+
+
+def test_the_example_is_what_the_library_computes(example: dict[str, Any]) -> None:
+    namespace = Namespace.from_canonical(example["description"].encode())
+    chain = KeyChain(namespace, bytes.fromhex(example["secret"]))
+    keys = chain.keys(example["tokens"])
+    assert namespace.id.hex() == example["namespace_id"]
+    assert [key.hex() for key in keys] == example["keys"]
+    assert keys.fingerprints is not None
+    assert [f"{int(value):016x}" for value in keys.fingerprints] == example["fingerprints"]
+    assert keys.last_tokens == example["last_tokens"]
+    salted = chain.keys(example["tokens"], [Extra(ExtraKind.SALT, bytes.fromhex(example["salt"]))])
+    assert salted[0].hex() == example["first_key_with_salt"]
+    whole, halves = Geometry.whole(namespace.layout), Geometry.parallel(namespace.layout, tp=2)
+    assert whole.canonical.decode() == example["whole_geometry"]
+    assert f"{whole.shard(0):08x}" == example["whole_shard"]
+    assert halves.canonical.decode() == example["halves_geometry"]
+    assert [f"{halves.shard(number):08x}" for number in range(2)] == example["halves_shards"]
+    assert namespace.layout.chunk_bytes == example["chunk_bytes"]
+    assert f"{xxhash.xxh3_64_intdigest(bytes(range(256))):016x}" == example["payload_hash"]
+
+
+def test_a_client_that_follows_the_document_gets_the_example(example: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(foreign, "SECRET", bytes.fromhex(example["secret"]))
+    monkeypatch.setattr(foreign, "CHUNK_TOKENS", 4)
+    text = foreign.canonical(json.loads(example["description"]))
+    assert text.decode() == example["description"]
+    space = foreign.namespace_id(text)
+    chain = foreign.chain_of(space, example["tokens"])
+    assert space.hex() == example["namespace_id"]
+    assert chain["keys"].hex() == "".join(example["keys"])
+    assert [f"{value:016x}" for value in chain["fingerprints"]] == example["fingerprints"]
+    assert chain["last_tokens"] == example["last_tokens"]
+    halves = ((0, 2, 0, 1), (0, 2, 1, 2))
+    assert [f"{foreign.shard_id(halves, number):08x}" for number in range(2)] == example["halves_shards"]
+
+
+def test_non_ascii_descriptions_are_escaped_as_documented() -> None:
+    layout = Namespace.from_canonical(foreign.canonical(foreign.DESCRIPTION)).layout
+    namespace = Namespace("modèle 😀", "r", layout)
+    assert b'"model":"mod\\u00e8le \\ud83d\\ude00"' in namespace.canonical
+    assert foreign.canonical({**foreign.DESCRIPTION, "model": "modèle 😀", "revision": "r"}) == namespace.canonical
+
+
+def test_limits() -> None:
+    from kvstore.model import namespace
+
+    found = {name: int(value.split()[0]) for name, value in rows(SERVICE, "Limits")}
+    assert found == {
+        "message, both ways": wire.MESSAGE_LIMIT_BYTES,
+        "piece of a payload": messages.PIECE_BYTES,
+        "payload of one shard": CHUNK_BYTES_LIMIT,
+        "keys of one call": KEYS_LIMIT,
+        "rectangles of a geometry": GEOMETRY_RECTANGLES_LIMIT,
+        "tenant's secret": SECRET_LIMIT_BYTES,
+        "client name": server.CLIENT_NAME_LIMIT_BYTES,
+        "description of a namespace": namespace._CANONICAL_LIMIT_BYTES,
+        "namespaces of a node": NAMESPACE_LIMIT,
+        "sessions of a node": core.SESSIONS_LIMIT,
+        "session without a call": core.REMOTE_IDLE_S,
+        "Put and Get streams of a node at a time": streams.STREAMS_LIMIT,
+        "deadline of a Put or Get": messages.STREAM_LIMIT_S,
+        "time for one chunk of a Put": streams.CHUNK_LIMIT_S,
+        "lease of an Acquire": LEASE_LIMIT_MS,
+        "calls of a server at a time": serving.CONCURRENT_CALLS_LIMIT,
+    }
+
+
+def test_outcomes() -> None:
+    named = set(re.findall(r"`([A-Z_]+)`", " ".join(row[0] for row in rows(SERVICE, "Put"))))
+    assert named == {outcome.name for outcome in Outcome} - {"GRANTED"}
+
+
+def test_end_reasons() -> None:
+    section = SERVICE.split("## Get\n", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"`([a-z_]+)`", section)) & {reason.value for reason in MissReason}
+    assert named == {"absent", "not_covered", "in_progress", "collision", "checksum", "fence"}
+
+
+def counters() -> set[str]:
+    """Names of all counters in the node's sources, reasons and outcomes filled in."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "kvstore" / "node").rglob("*.py")))
+    names = set(re.findall(r'counts\[f?"([^"]+)"\]', text))
+    filled = {
+        "reserve_{outcome.name.lower()}": [f"reserve_{outcome.name.lower()}" for outcome in Outcome],
+        "removed_{reason}": [f"removed_{reason}" for reason in re.findall(r'pool\.remove\(\w+, "(\w+)"\)', text)]
+        + ["removed_evicted"],
+        "get_misses_{self._reason.value}": [f"get_misses_{reason.value}" for reason in MissReason],
+    }
+    return {each for name in names for each in filled.get(name, [name])}
+
+
+def documented(name: str) -> bool:
+    listed = {part for row in rows(METRICS, "Stats of a node") for part in re.findall(r"`([a-z_<>]+)`", row[0])}
+    prefixes = {part.partition("<")[0] for part in listed if "<" in part}
+    return name in listed or any(name.startswith(prefix) for prefix in prefixes)
+
+
+def test_every_counter_is_documented() -> None:
+    assert len(counters()) > 20
+    assert sorted(name for name in counters() if not documented(name)) == []
+
+
+def test_an_undocumented_name_would_be_noticed() -> None:
+    assert not documented("chunks_that_nobody_knows")
+
+
+def test_every_name_that_a_pool_answers_is_documented(local: Client) -> None:
+    namespace = Namespace.from_canonical(foreign.canonical(foreign.DESCRIPTION))
+    cache = local.bind(namespace)
+    keys = cache.keys(list(range(64)))
+    cache.write(keys, np.zeros((len(keys), *namespace.layout.shape(namespace.layout.whole)), dtype=np.uint8))
+    host: Any = local.host()
+    names = host.core.stats()
+    assert sorted(name for name in names if not documented(name)) == []
+
+
+@pytest.fixture
+def local() -> Any:
+    from kvstore.assemble import open_local
+
+    with open_local("32MiB") as client:
+        yield client

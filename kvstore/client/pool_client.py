@@ -110,7 +110,6 @@ class Client:
         self.transport = transport
         self._host_path = host_path
         self._host = host
-        """A node that was there once and is not now is a miss, not an error."""
         self._own = own if host is None else host.info
         self._index = index
         self._name = name or f"pid {os.getpid()}"

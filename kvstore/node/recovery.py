@@ -11,7 +11,6 @@ A crash in the middle of this is repaired by doing it again.
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
 import os
 import select
@@ -58,14 +57,7 @@ def recover(core: NodeCore, memory: mmap.mmap, now_s: float) -> Recovered:
 
     Raises LayoutMismatch where the memory contradicts itself; only new memory helps then.
     """
-    # Everything that is made here stays: looking for garbage in it takes a third of the time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _Recovery(core, memory, now_s).run()
-    finally:
-        if was_enabled:
-            gc.enable()
+    return _Recovery(core, memory, now_s).run()
 
 
 class _Recovery:

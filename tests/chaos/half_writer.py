@@ -18,7 +18,8 @@ def main() -> None:
     client = kvstore.connect(path)
     cache = client.bind(NAMESPACE)
     pending = cache.begin_write(cache.keys([prompt] * (chunks * LAYOUT.chunk_tokens)))
-    views = [pending._payload(index) for index in pending.granted]
+    starts = [pending.answer.slots[index] * 4096 for index in pending.granted]
+    views = [pending.host.arena[start : start + LAYOUT.chunk_bytes] for start in starts]
     print(len(views), flush=True)
     for _ in sys.stdin:
         for view in views:

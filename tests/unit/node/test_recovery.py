@@ -363,6 +363,30 @@ def test_a_slot_that_was_in_quarantine_stays_in_it(node: CrashNode, writer_proce
     assert node.core.pool.allocator.used_bytes == 2 * UNIT_BYTES
 
 
+def test_a_slot_whose_commit_was_not_answered_is_visible_or_stays_with_its_writer(
+    writer_process: subprocess.Popen[bytes],
+) -> None:
+    keys, shard, seen = keys_of(NARROW, 1, 1), WHOLE.shard(0), set()
+    for limit in range(100):
+        node = CrashNode(owner=owner_of(writer_process))
+        session = node.session(NARROW)
+        answer = node.core.reserve(session.number, keys, shard, b"")
+        node.fill(answer.slots[0], keys[0], shard)
+        node.stores, node.limit = 0, limit
+        try:
+            node.core.commit(session.number, answer.attempt, [0], [7], True)
+        except Crash:
+            quarantined = node.restart().quarantined_slots
+            assert quarantined + node.resident(keys, NARROW) == 1
+            assert node.core.pool.allocator.used_slots() == set(answer.slots)
+            seen.add(quarantined)
+        else:
+            break
+        finally:
+            node.close()
+    assert seen == {0, 1} and limit > 10
+
+
 def test_what_the_worker_itself_was_writing_is_free_at_once(node: CrashNode) -> None:
     reserve_and_die(node)
     assert node.restart().quarantined_slots == 0

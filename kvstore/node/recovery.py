@@ -32,7 +32,6 @@ from kvstore.node.pool import SlotState
 
 _LOW_32 = (1 << 32) - 1
 _LOW_48 = (1 << 48) - 1
-_HELD = (SlotState.RESERVED, SlotState.QUARANTINED)
 _TWO_WORDS = struct.Struct("<QQ")
 _NOBODY: Owner = (0, 0)
 _Words = npt.NDArray[np.uint64]
@@ -157,37 +156,48 @@ class _Recovery:
     # --- what is not -------------------------------------------------------------------------------------
 
     def _held_slots(self) -> dict[Owner, dict[int, list[tuple[int, int]]]]:
-        """Slots that somebody may be writing into: owner -> attempt -> (slot, bytes)."""
+        """Slots that somebody may be writing into: owner -> attempt -> (slot, bytes).
+
+        Also a slot that is noted as committed and is not visible: the worker died in the middle of a commit, and its
+        client was not told that the slot is not its own any more (or in the middle of a withdrawal: one slot too many).
+        """
         held: dict[Owner, dict[int, list[tuple[int, int]]]] = {}
-        begun = np.flatnonzero(self._generations)
-        states = self._records[begun, 0] & np.uint64(_LOW_32)
-        # Committed but odd: the worker died in the middle of a commit (its client may not know that it was the end)
-        # or of a withdrawal, at most one of them.
-        odd = self._generations[begun] & np.uint64(1) == 1
-        for slot in begun[np.isin(states, _HELD) | (odd & (states == int(SlotState.COMMITTED)))].tolist():
+        for slot in self._begun_slots():
             word, attempt, pid_and_shard, started = self._records[slot, :4].tolist()
             owner = pid_and_shard & _LOW_32, started
-            if owner == _NOBODY:  # a stream: the worker wrote it itself
+            is_free = word & _LOW_32 == SlotState.FREE
+            if slot in self._slots or is_free or owner == _NOBODY:  # nobody: a stream, which the worker wrote itself
                 continue
             space = self._spaces.get(word >> 32)
             kind = space.kinds.get(pid_and_shard >> 32) if space is not None else None
             if kind is None:
-                raise LayoutMismatch(f"slot {slot} is reserved for a shard that nobody registered")
-            self._catalog.set_state(slot, SlotState.QUARANTINED)
+                raise LayoutMismatch(f"slot {slot} is in use for a shard that nobody registered")
             held.setdefault(owner, {}).setdefault(attempt, []).append((slot, kind.slot_bytes))
-            self._slots[slot] = kind.slot_bytes
+        for several in (slots for attempts in held.values() for slots in attempts.values()):
+            self._slots.update(several)
+            for slot, _ in several:
+                self._set_aside(slot, SlotState.QUARANTINED)
         return held
 
-    def _free_slots(self) -> None:
-        """Every slot that is not in use: an odd generation, then the state. Before its entry, see `withdraw`."""
+    def _begun_slots(self) -> list[int]:
+        """Slots whose record or generation says that they are in use."""
         begun = np.flatnonzero(self._generations)
-        even = self._generations[begun] & np.uint64(1) == 0
-        stated = self._records[begun, 0] & np.uint64(_LOW_32) != int(SlotState.FREE)
-        for slot, is_even in zip(begun[even | stated].tolist(), even[even | stated].tolist(), strict=True):
+        free = self._records[begun, 0] & np.uint64(_LOW_32) == int(SlotState.FREE)
+        odd = self._generations[begun] & np.uint64(1) == 1
+        slots: list[int] = begun[~(free & odd)].tolist()
+        return slots
+
+    def _free_slots(self) -> None:
+        """Every slot that is not in use. Before its entry is emptied, see `withdraw`."""
+        for slot in self._begun_slots():
             if slot not in self._slots:
-                if is_even:
-                    self._catalog.raise_generation(slot)
-                self._catalog.set_state(slot, SlotState.FREE)
+                self._set_aside(slot, SlotState.FREE)
+
+    def _set_aside(self, slot: int, state: SlotState) -> None:
+        """An odd generation first, so that no reader believes in it; then the state."""
+        if not self._catalog.generation(slot) & 1:
+            self._catalog.raise_generation(slot)
+        self._catalog.set_state(slot, state)
 
     def _clear_entries(self) -> int:
         """Empty what is not kept; returns how many entries told of something."""

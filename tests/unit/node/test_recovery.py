@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, NodeInfo, Outcome
 from kvstore.node import slots as slots_module
 from kvstore.node.catalog import BUCKET_ENTRIES, Header
-from kvstore.node.handover import KeptWriter, Seat, receive
+from kvstore.node.handover import KeptWriter, Owner, Seat, receive
 from kvstore.node.pool import SlotState
 from kvstore.node.recovery import FormerWriters, Recovered, _Recovery, has_ended, is_running
 from kvstore.node.slots import SlotAllocator
@@ -33,6 +34,8 @@ WHOLE = Geometry.whole(SMALL)
 HALVES = Geometry.parallel(SMALL, tp=2)
 GONE = (os.getpid(), 1)
 """A process that has ended: this pid began at another time."""
+ITSELF = (0, 0)
+"""The worker, when it writes for a stream."""
 
 
 @pytest.fixture(autouse=True)
@@ -209,12 +212,12 @@ def story(node: CrashNode, told: Told) -> None:
     node.store(node.session(BROAD, wide), keys_of(BROAD, 1, 3), wide.shard(0))
 
 
-def dies_and_recovers(limit: int, limit_of_recovery: int | None = None) -> tuple[bool, bool]:
+def dies_and_recovers(limit: int, owner: Owner, limit_of_recovery: int | None = None) -> tuple[bool, bool]:
     """The story up to a store, then recoveries: one that may die as well, and one that does not.
 
     Returns whether the worker and the first recovery died. Raises AssertionError where a law is broken.
     """
-    node, told = CrashNode(12, owner=GONE), Told()
+    node, told = CrashNode(12, owner=owner), Told()
     node.stores, node.limit = 0, limit
     died = recovery_died = False
     try:
@@ -256,9 +259,10 @@ def check_contents(node: CrashNode, recovered: Recovered) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_may_die_at_any_store() -> None:
+@pytest.mark.parametrize("owner", [GONE, ITSELF])
+def test_a_worker_may_die_at_any_store(owner: Owner) -> None:
     limit = 0
-    while dies_and_recovers(limit)[0]:
+    while dies_and_recovers(limit, owner)[0]:
         limit += 1
     assert limit > 300, "the story has too few stores to tell anything"
 
@@ -268,7 +272,7 @@ def test_a_recovery_may_die_at_any_store() -> None:
     points = 0
     for limit in range(3, 400, 23):
         limit_of_recovery = 0
-        while dies_and_recovers(limit, limit_of_recovery)[1]:
+        while dies_and_recovers(limit, (GONE, ITSELF)[limit % 2], limit_of_recovery)[1]:
             limit_of_recovery += 1
         points += limit_of_recovery
     assert points > 200
@@ -291,10 +295,10 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_check_finds_what_a_recovery_leaves_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
-        for limit in range(0, 400):
+        for limit, owner in product(range(400), (GONE, ITSELF)):
             with monkeypatch.context() as patch:
                 patch.setattr(CrashNode, "before_recovery", lambda _, patch=patch: MUTANTS[mutant](patch))
-                dies_and_recovers(limit)
+                dies_and_recovers(limit, owner)
 
 
 # --- writers that outlive the worker ---------------------------------------------------------------------------

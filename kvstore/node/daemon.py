@@ -150,9 +150,7 @@ class NodeDaemon:
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(info, self._advertised(control))
-        self._sessions = SessionServer(
-            core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat
-        )
+        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat)
         self._sessions.start()
         self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
         if self._index is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from kvstore.node import HANDOFF_WAIT_MS
 if TYPE_CHECKING:
     from kvstore.client.pool_client import Client
 
+logger = logging.getLogger(__name__)
 FENCE_RETRIES = 3
 _GONE = (MissReason.UNREACHABLE, MissReason.SESSION_LOST)
 
@@ -345,6 +347,12 @@ class _Reading:
         reason = None if self.complete else self._reason
         if reason is not None and self._left_s() <= 0:
             reason = MissReason.DEADLINE
+        if reason is MissReason.CHECKSUM:
+            logger.warning(
+                "chunk %s of %s differs from what was stored: served as a miss",
+                keys[done].hex(),
+                self._cache.namespace.title,
+            )
         local_tokens, tokens = keys.tokens_of_first(self._local), keys.tokens_of_first(done)
         self._client.counters.read(
             local_tokens=local_tokens,

@@ -1,8 +1,9 @@
 """Cutting an arena into slots. Pure bookkeeping, no bytes are touched.
 
-An arena is divided into *extents*, each cut into slots of one class (one exact size). An extent is
-max(64 MiB, 16 slots) long, the last one is cut to what is left; an empty extent goes back to the free space
-and may serve another class. Slots are named by their offset in units of 4096 bytes.
+An arena is divided into *extents*, each cut into slots of one class (one exact size). An extent is 64 MiB long (in an
+arena below 1 GiB a 16th of it, at least 1 MiB), but never shorter than 16 slots; the last one is cut to what is left.
+An empty extent goes back to the free space and may serve another class. Slots are named by their offset in units of
+4096 bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from kvstore.node.catalog import UNIT_BYTES
 
 EXTENT_BYTES = 64 << 20
 EXTENT_SLOTS = 16
+EXTENTS = 16
+"""An arena too small for so many extents of full size is cut into so many,"""
+SMALL_EXTENT_BYTES = 1 << 20
+"""but not into smaller ones than this."""
 CHECKSUM_BYTES = 8
 """One xxh3-64 a (layer, KV head), behind the payload."""
 
@@ -78,7 +83,7 @@ class SlotAllocator:
                 raise LayoutMismatch(f"slot {slot} of {size} bytes overlaps another one or the end of the arena")
             end = offset + size
             last = runs[-1] if runs else None
-            limit = max(EXTENT_BYTES, EXTENT_SLOTS * size)
+            limit = self._extent_bytes(size)
             if last is None or last.slot_bytes != size or (offset - last.start) % size or end > last.start + limit:
                 last = Extent(offset, end, size)
                 runs.append(last)
@@ -90,7 +95,7 @@ class SlotAllocator:
     def _adopt_extent(self, extent: Extent, after: int) -> None:
         """Let an extent grow to its full size or to `after`, where the next one begins."""
         size = extent.slot_bytes
-        room = min(after - extent.start, max(EXTENT_BYTES // size, EXTENT_SLOTS) * size)
+        room = min(after - extent.start, self._extent_bytes(size))
         start, stop = self._regions.pop()
         extent.stop = max(extent.stop, extent.start + room // size * size)
         parts = [(start, extent.start), (extent.stop, stop)]
@@ -152,8 +157,14 @@ class SlotAllocator:
         """True if some extent serves this class."""
         return bool(self._by_class.get(size))
 
+    def _extent_bytes(self, size: int) -> int:
+        # A small arena has small extents: else the first class would own all of it, and a second one could only get
+        # room by evicting everything of the first.
+        longest = min(EXTENT_BYTES, max(SMALL_EXTENT_BYTES, self.arena_bytes // EXTENTS))
+        return max(longest // size, EXTENT_SLOTS) * size
+
     def _new_extent(self, size: int) -> Extent | None:
-        wanted = max(EXTENT_BYTES // size, EXTENT_SLOTS) * size
+        wanted = self._extent_bytes(size)
         fits = [region for region in self._regions if region[1] - region[0] >= size]
         if not fits:
             return None

@@ -12,6 +12,9 @@ from kvstore.model.prefix import Keys
 
 LAYOUT = PageLayout(layers=4, kv_heads=2, head_dim=8, dtype=Dtype.FP32, page_tokens=8, pages_per_chunk=2)
 """16 tokens and 8 KiB a chunk; a slot has 12 KiB."""
+MIB = PageLayout(layers=8, kv_heads=4, head_dim=64, dtype=Dtype.FP32, page_tokens=16, pages_per_chunk=4)
+"""64 tokens and 1 MiB a chunk."""
+LAYOUTS = {"small": LAYOUT, "mib": MIB}
 POISON = 0xA5
 
 Bytes = npt.NDArray[np.uint8]

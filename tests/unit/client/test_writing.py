@@ -1,4 +1,4 @@
-"""Writes of one client: order, partial commits, removals in between, and that nothing stays reserved after a failure."""
+"""Writes of one client: order, partial commits, removals in between; nothing stays reserved after a failure."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ import xxhash
 import kvstore
 from kvstore.model.prefix import KeyChain
 from kvstore.node import catalog as catalog_module
+from kvstore.node import memory as memory_module
 from kvstore.node.catalog import CatalogShape, CatalogWriter, EntryValue, Header
+from kvstore.rpc import handshake
 from tests.chaos.node_thread import NodeThread
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/shared-memory.md"
@@ -206,6 +208,19 @@ def shake_hands(path: str) -> tuple[socket.socket, dict[str, Any], mmap.mmap, mm
     return peer, welcome, catalog, arena
 
 
+def _varint(value: int) -> bytes:
+    groups = []
+    while value > 127:
+        groups.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*groups, value])
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """A bytes field of a protobuf message."""
+    return bytes([number << 3 | 2]) + _varint(len(value)) + value
+
+
 # --- against a node ---------------------------------------------------------------------------------------------
 
 
@@ -248,7 +263,13 @@ def test_a_reader_made_from_the_page_finds_what_the_library_wrote(node: NodeThre
         assert peer.recv(131072) == b"p" + struct.pack("<Q", 77)
 
         assert reader.alive
-        cache.remove(cache.keys(tokens))
+        first = b"".join(_field(number, value) for number, value in ((2, identity), (3, chunks[0][0])))
+        request = b"\x09" + struct.pack("<Q", welcome["session"]) + first
+        peer.send(b"C" + struct.pack("<BI", 5, 99) + request)
+        assert peer.recv(131072) == b"A" + struct.pack("<BI", 0, 99) + b"\x08\x03"  # three chunks removed
+        peer.send(b"C" + struct.pack("<BI", 5, 100) + b"\x09" + struct.pack("<Q", 1) + first)
+        answer = peer.recv(131072)
+        assert answer.startswith(b"A" + struct.pack("<BI", 1, 100) + b"Unauthorized\n")
         assert all(reader.chunk(key, (parent, own), identity) is None for key, parent, own in chunks)
         peer.close()
     node.daemon.core.pool.catalog.stop_serving()
@@ -344,12 +365,20 @@ def test_the_numbers_of_the_page_are_those_of_the_library() -> None:
     text = PAGE.read_text()
     for value in (f"{catalog_module.SHARD_MIX_0:X}h", f"{catalog_module.SHARD_MIX_1:X}h"):
         assert value in text
-    sizes = dict(re.findall(r"^\| (namespaces|geometries) \| (\d+ \S \d+) \|", text, re.MULTILINE))
+    sizes = dict(
+        re.findall(r"^\| (namespaces|geometries|descriptions|written here) \| (\d+ \S \d+) \|", text, re.MULTILINE)
+    )
     assert sizes["namespaces"].split()[::2] == [str(catalog_module.NAMESPACE_LIMIT), "16"]
     assert sizes["geometries"].split()[::2] == [
         str(catalog_module.GEOMETRY_LIMIT),
         str(catalog_module.GEOMETRY_WORDS * 8),
     ]
+    assert sizes["descriptions"].split()[2] == str(memory_module.DESCRIPTION_BYTES)
+    assert sizes["written here"].split()[2] == str(memory_module.WRITTEN_HERE_BYTES)
+    verbs = re.search(r"Verbs by number: (.*?)\.", text, re.DOTALL)
+    assert verbs is not None
+    assert tuple(verb.split()[1] for verb in verbs[1].split(",")) == handshake.VERBS
+    assert {chr(kind) for kind in handshake.Kind} == set(re.findall(r"^\| `(\w)` ", text, re.MULTILINE))
     header = dict(re.findall(r"^\| (\d+) \| ([a-z ]+)", text[text.index("### Header") :], re.MULTILINE))
     assert header[str(Header.SERVING)].startswith("serving") and header[str(Header.COUNTER)].startswith("counter")
     assert header[str(Header.DIRECTORY_VERSION)].startswith("directory")

@@ -102,3 +102,11 @@ def test_the_check_notices_a_slot_that_two_have() -> None:
     extent.free.append(slot * UNIT)
     with pytest.raises(AssertionError):
         allocator.check()
+
+
+def test_a_second_class_finds_room_in_a_small_arena_that_is_nearly_empty() -> None:
+    """One extent once took a whole arena of up to 64 MiB, and the next class could only evict all that was in it."""
+    allocator = SlotAllocator(40 << 20, 40 << 20)
+    assert len(allocator.allocate(3 * UNIT, 120)) == 120
+    assert len(allocator.allocate(1 << 20, 12)) == 12
+    allocator.check()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.client import buffers
 from kvstore.client.host import HostNode
-from kvstore.client.local import read_local
-from kvstore.client.remote import RemoteRead, read_remote
+from kvstore.client.nodes import Nodes
+from kvstore.client.reading import Reading
 from kvstore.client.remote_writing import write_remote
-from kvstore.client.values import Bytes, Destination, Match, ReadResult, WriteResult
+from kvstore.client.values import Bytes, Match, ReadResult, WriteResult
 from kvstore.client.writing import PendingWrite
 from kvstore.errors import InvalidRequest, KvStoreError, Unreachable
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
@@ -22,14 +20,6 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Extra, KeyChain, Keys, Tokens
 from kvstore.model.ticket import Ticket
 from kvstore.model.values import MissReason, NodeInfo
-from kvstore.node import HANDOFF_WAIT_MS
-
-if TYPE_CHECKING:
-    from kvstore.client.pool_client import Client
-
-logger = logging.getLogger(__name__)
-FENCE_RETRIES = 3
-_GONE = (MissReason.UNREACHABLE, MissReason.SESSION_LOST)
 
 
 class Cache:
@@ -37,7 +27,7 @@ class Cache:
 
     def __init__(
         self,
-        client: Client,
+        nodes: Nodes,
         namespace: Namespace,
         *,
         secret: bytes,
@@ -51,7 +41,7 @@ class Cache:
         self.shard = geometry.shard(rank)
         geometry.check_fits(namespace.layout)
         self.rectangle: Rectangle = geometry.rectangles[rank]
-        self._client = client
+        self._nodes = nodes
         self._written_here = written_here
         self._checksums = checksums
         self._chain = KeyChain(namespace, secret)
@@ -79,11 +69,11 @@ class Cache:
         """How many leading chunks are there, on the own host's node and on the best node. Keeps and pins nothing."""
         self._check(keys)
         wanted = rectangle or self.rectangle
-        host = self._client.host(deadline_s)
+        host = self._nodes.host(deadline_s)
         local = host.reader.find(keys, wanted).run if host is not None else 0
         pool = local
         if local < len(keys):
-            pool = max([local, *(match.run for match in self._client.nodes_with(keys, wanted, deadline_s))])
+            pool = max([local, *(match.run for match in self._nodes.nodes_with(keys, wanted, deadline_s))])
         return Match(local, pool, keys.tokens_of_first(local), keys.tokens_of_first(pool))
 
     # --- read --------------------------------------------------------------------------------------------
@@ -109,7 +99,7 @@ class Cache:
         wanted = rectangle or self.rectangle
         self.layout.check_rectangle(wanted)
         destination = buffers.as_destination(into, self.layout, wanted, len(keys))
-        reading = _Reading(self, keys, wanted, destination, end_s)
+        reading = Reading(self._nodes, self.namespace, keys, wanted, destination, end_s)
         reading.from_host(ticket)
         if ticket is not None and not reading.complete:
             reading.from_ticket(ticket)
@@ -123,7 +113,7 @@ class Cache:
         The result says how many leading chunks the own node holds afterwards. Its `reason` is why not more.
         """
         self._check(keys)
-        return self._client.prefetcher().submit(self._prefetch, keys, deadline_s)
+        return self._nodes.prefetcher().submit(self._prefetch, keys, deadline_s)
 
     def _prefetch(self, keys: Keys, deadline_s: float) -> ReadResult:
         before = self.match(keys)
@@ -162,7 +152,7 @@ class Cache:
         then they are not pinned for the ticket. Raises SessionLost, Unreachable, DeadlineExceeded.
         """
         self._check(keys)
-        target = self._client.write_target(node, deadline_s)
+        target = self._nodes.write_target(node, deadline_s)
         if target is not None:
             return self._write_remote(target, keys, source, time.monotonic() + deadline_s, for_ticket)
         pending = self.begin_write(keys, for_ticket=for_ticket, deadline_s=deadline_s)
@@ -175,17 +165,17 @@ class Cache:
         self, target: NodeInfo, keys: Keys, source: Any, end_s: float, for_ticket: Ticket | None
     ) -> WriteResult:
         if for_ticket is not None:
-            self._client.counters.add("writes_not_pinned")
+            self._nodes.counters.add("writes_not_pinned")
         filled = buffers.as_source(source, self.layout, self.rectangle, len(keys))
         written_here = tuple(self._written_here)
         return write_remote(
-            self._client, target, self.namespace, self.geometry, written_here, self.shard, keys, filled, end_s
+            self._nodes, target, self.namespace, self.geometry, written_here, self.shard, keys, filled, end_s
         )
 
     def begin_write(self, keys: Keys, *, for_ticket: Ticket | None = None, deadline_s: float = 30.0) -> PendingWrite:
         """Reserve; the caller fills what is granted and commits. See `PendingWrite`."""
         self._check(keys)
-        host = self._client.host()
+        host = self._nodes.host()
         if host is None:
             raise Unreachable("there is no node on this host to write to; start `kvstore node` here")
         if not host.writable:
@@ -198,7 +188,7 @@ class Cache:
     def remove(self, keys: Keys, *, deadline_s: float = 5.0) -> int:
         """Remove these chunks and everything below them from the own host's node; returns how many went."""
         self._check(keys)
-        host = self._client.host()
+        host = self._nodes.host()
         if host is None:
             raise Unreachable("there is no node on this host")
         return host.api.remove(self.namespace.id, list(keys), deadline_s)
@@ -207,171 +197,16 @@ class Cache:
         """The handoff has been read: end its pins on all its nodes. Failing that they run out within a minute."""
         for rank in ticket.ranks:
             try:
-                info = self._client.node_info(rank.node_id, rank.epoch)
-                host = self._client.host()
+                info = self._nodes.node_info(rank.node_id, rank.epoch)
+                host = self._nodes.host()
                 if host is not None and host.info.node_id == info.node_id:
                     host.api.release((), [ticket.id], deadline_s)
                 else:
-                    self._client.peer(info, deadline_s).api.release((), [ticket.id], deadline_s)
+                    self._nodes.peer(info, deadline_s).api.release((), [ticket.id], deadline_s)
             except KvStoreError:
-                self._client.counters.add("tickets_left_to_run_out")
+                self._nodes.counters.add("tickets_left_to_run_out")
 
     def _check(self, keys: Keys) -> None:
-        self._client.check_process()
+        self._nodes.check_process()
         if keys.namespace_id != self.namespace.id:
             raise InvalidRequest("these keys belong to another namespace")
-
-
-class _Reading:
-    """One read under way: which chunks are done, from where, and why it stopped."""
-
-    def __init__(self, cache: Cache, keys: Keys, wanted: Rectangle, destination: Destination, end_s: float) -> None:
-        self._cache = cache
-        self._client = cache._client
-        self._keys = keys
-        self._wanted = wanted
-        self._destination = destination
-        self._end_s = end_s
-        self._done = self._local = 0
-        self._reason: MissReason | None = MissReason.ABSENT
-        self._bytes: Counter[str] = Counter()
-
-    @property
-    def complete(self) -> bool:
-        """True if all chunks are delivered."""
-        return self._done == len(self._keys)
-
-    def _left_s(self) -> float:
-        return self._end_s - time.monotonic()
-
-    def from_host(self, ticket: Ticket | None) -> None:
-        """The own host's node, by shared memory; with a ticket of this node its writer is waited for."""
-        host = self._client.host(max(0.05, self._left_s()))
-        if host is None:
-            named = self._client.node
-            if named is not None:  # a node was named, but not to share memory with
-                ours = ticket is not None and any(rank.node_id == named.node_id for rank in ticket.ranks)
-                self._read_peer(
-                    named, ticket.id if ticket is not None and ours else b"", HANDOFF_WAIT_MS if ours else 0
-                )
-            return
-        self._read_host(host)
-        waits = ticket is not None and any(rank.node_id == host.info.node_id for rank in ticket.ranks)
-        if ticket is not None and waits and not self.complete and self._left_s() > 0:
-            try:
-                host.api.acquire(self._keys, self._wanted, 0, ticket.id, HANDOFF_WAIT_MS, self._left_s())
-            except KvStoreError:
-                self._reason = MissReason.UNREACHABLE
-                return
-            self._read_host(host)
-
-    def _read_host(self, host: HostNode) -> None:
-        rest = self._keys.slice(self._done, len(self._keys)) if self._done else self._keys
-        into = self._destination if not self._done else _Shifted(self._destination, self._done)
-        result = read_local(host, self._cache.layout, rest, self._wanted, into, self._end_s)
-        self._done += result.chunks
-        self._local += result.chunks
-        self._reason = result.reason
-        if result.retries:
-            self._client.counters.add("fence_retries", result.retries)
-        if result.chunks:
-            self._bytes["shm"] += result.chunks * self._cache.layout.payload_bytes(self._wanted)
-            host.touch(self._keys.blob[: self._done * 16])
-
-    def from_ticket(self, ticket: Ticket) -> None:
-        """The nodes that the ticket names, waiting for what is still being written."""
-        for rank in ticket.ranks:
-            if self.complete or self._left_s() <= 0:
-                return
-            host = self._client.host(max(0.05, self._left_s()))
-            if host is not None and rank.node_id == host.info.node_id:
-                continue
-            try:
-                info = self._client.node_info(rank.node_id, rank.epoch)
-            except KvStoreError:
-                self._reason = MissReason.UNREACHABLE
-                continue
-            self._read_peer(info, ticket.id, HANDOFF_WAIT_MS)
-
-    def from_others(self) -> None:
-        """Nodes that the index names, the longest run first; another one where the first fails."""
-        tried: set[str] = set()
-        while not self.complete and self._left_s() > 0:
-            matches = self._client.nodes_with(self._keys, self._wanted, self._left_s())
-            better = [m.node for m in matches if m.run > self._done and m.node.node_id not in tried]
-            if not better:
-                return
-            tried.add(better[0].node_id)
-            self._read_peer(better[0], b"", 0)
-
-    def _read_peer(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> None:
-        for _ in range(FENCE_RETRIES):
-            if self.complete:
-                return
-            if self._left_s() <= 0:
-                self._reason = MissReason.DEADLINE
-                return
-            result = self._read_peer_once(info, ticket_id, wait_ms)
-            self._done += result.chunks
-            self._reason = result.reason
-            self._bytes[self._client._tcp.name] += result.payload_bytes
-            if result.reason is MissReason.SESSION_LOST:  # it ran out while this client was idle: open another
-                self._client.drop_peer(info.node_id, info.epoch)
-            elif result.reason is not MissReason.FENCE:
-                break
-        if self._reason in _GONE:
-            self._client.drop_peer(info.node_id, info.epoch)
-
-    def _read_peer_once(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> RemoteRead:
-        try:
-            peer = self._client.peer(info, self._left_s())
-        except KvStoreError:
-            return RemoteRead(0, MissReason.UNREACHABLE, 0)
-        return read_remote(
-            peer,
-            self._client.staging,
-            self._cache.namespace,
-            self._keys.slice(self._done, len(self._keys)),
-            self._wanted,
-            self._destination,
-            self._done,
-            self._end_s,
-            self._client.background(),
-            ticket_id=ticket_id,
-            wait_ms=wait_ms,
-        )
-
-    def result(self) -> ReadResult:
-        """Count and answer."""
-        keys, done = self._keys, self._done
-        reason = None if self.complete else self._reason
-        if reason is not None and self._left_s() <= 0:
-            reason = MissReason.DEADLINE
-        if reason is MissReason.CHECKSUM:
-            logger.warning(
-                "chunk %s of %s differs from what was stored: served as a miss",
-                keys[done].hex(),
-                self._cache.namespace.title,
-            )
-        local_tokens, tokens = keys.tokens_of_first(self._local), keys.tokens_of_first(done)
-        self._client.counters.read(
-            local_tokens=local_tokens,
-            remote_tokens=tokens - local_tokens,
-            missed_tokens=keys.token_count - tokens,
-            reason=reason,
-        )
-        for path, count in self._bytes.items():
-            self._client.counters.add(f"read_bytes_{path}", count)
-        return ReadResult(done, tokens, self._local, done - self._local, reason, dict(self._bytes))
-
-
-class _Shifted:
-    """A destination whose first chunk is chunk `by` of another."""
-
-    def __init__(self, destination: Destination, by: int) -> None:
-        self._destination = destination
-        self._by = by
-
-    def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
-        """See Destination."""
-        self._destination.scatter(self._by + index, piece, layer_start, head_start)

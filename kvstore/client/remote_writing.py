@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.client.nodes import Nodes
 from kvstore.client.values import Bytes, Source, WriteResult
 from kvstore.errors import CapacityExhausted, SessionLost, Unreachable
 from kvstore.model.layout import Geometry, Rectangle
@@ -19,12 +19,9 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo, Outcome
 
-if TYPE_CHECKING:
-    from kvstore.client.pool_client import Client
-
 
 def write_remote(
-    client: Client,
+    nodes: Nodes,
     info: NodeInfo,
     namespace: Namespace,
     geometry: Geometry,
@@ -43,7 +40,7 @@ def write_remote(
         return WriteResult(())
     rectangle = geometry.rectangles[shard & 0xFF]
     for again in (True, False):
-        peer = client.peer(info, _left(end_s))
+        peer = nodes.peer(info, _left(end_s))
         try:
             peer.register_writer(namespace, geometry, written_here, _left(end_s))
             payloads = _payloads(namespace, rectangle, source, len(keys))
@@ -51,11 +48,11 @@ def write_remote(
         except CapacityExhausted:
             return WriteResult((Outcome.REFUSED_FULL, *[Outcome.REFUSED_PARENT_MISSING] * (len(keys) - 1)))
         except SessionLost:
-            client.drop_peer(info.node_id, info.epoch)
+            nodes.drop_peer(info.node_id, info.epoch)
             if not again:
                 raise
         except Unreachable:
-            client.drop_peer(info.node_id, info.epoch)
+            nodes.drop_peer(info.node_id, info.epoch)
             raise
     raise AssertionError("the second try returns or raises")
 

@@ -57,12 +57,12 @@ def test_layer_by_layer_and_chunk_by_chunk(pool: Pool) -> None:
     keys = pool.cache.keys(prompt(1, 64))
     source = ChunkArray(pages_of(keys), LAYOUT.whole)
     with pool.cache.begin_write(keys) as pending:
-        assert pending.granted == (0, 1, 2, 3)
+        assert list(pending.granted) == [0, 1, 2, 3]
         for layer in range(4):
             pending.put_layers(layer, layer + 1, source, chunks=(0, 1))
             assert pool.read(1, 4) == 0, "a chunk is visible with all its layers or not at all"
         assert pending.commit(2).visible == 2
-        assert pool.read(1, 4) == 2 and pending.granted == (2, 3)
+        assert pool.read(1, 4) == 2 and list(pending.granted) == [2, 3]
         pending.put_layers(0, 4, source)
         assert pending.commit().stored == 4
     assert pool.read(1, 4) == 4 and pool.idle()

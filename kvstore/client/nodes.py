@@ -1,0 +1,274 @@
+"""The nodes that a client reaches: the session with the own host's, connections to others, the index that names them.
+
+What did not answer is left alone for half a second, so that a miss stays cheap; what was lost is opened again by the
+next call that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore.client.counters import Counters
+from kvstore.client.host import HostNode, SocketHost
+from kvstore.client.remote import Peer
+from kvstore.errors import ForkedProcess, KvStoreError, NotFound, StaleReference, Unreachable
+from kvstore.metadata import Index, NodeMatch
+from kvstore.metadata.remote import RemoteIndex
+from kvstore.model.layout import Rectangle
+from kvstore.model.prefix import Keys
+from kvstore.model.values import NodeInfo
+from kvstore.node.remote import RemoteNode
+from kvstore.transport.staging import Staging
+from kvstore.transport.tcp import TcpTransport
+
+RETRY_EVERY_S = 0.5
+"""A node or index that did not answer is not asked again for this long: a miss must stay cheap."""
+
+
+class Nodes:
+    """Thread-safe; of no use in a forked child. `counters` and `staging` are shared by all its users."""
+
+    def __init__(
+        self,
+        host_path: str | None,
+        own: NodeInfo | None,
+        index: Index | None,
+        *,
+        transport: str = "auto",
+        staging_bytes: int = 64 << 20,
+        name: str = "",
+        host: HostNode | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.staging = Staging(staging_bytes)
+        self.transport = transport
+        self._host_path = host_path
+        self._host = host
+        self._own = own if host is None else host.info
+        self._index = index
+        self._name = name or f"pid {os.getpid()}"
+        self._lock = threading.RLock()
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._bad_until: dict[str, float] = {}
+        self._addresses: dict[str, NodeInfo] = {}
+        self._on_session: list[Callable[[HostNode, float], None]] = []
+        self._opening = threading.Lock()
+        self._background: ThreadPoolExecutor | None = None
+        self._prefetcher: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+        self._tcp = TcpTransport()
+
+    @property
+    def node(self) -> NodeInfo | None:
+        """The own host's node (or the one that was named), None if there is none."""
+        return self._own
+
+    def host(self, deadline_s: float = 5.0) -> HostNode | None:
+        """The session with the own host's node, opened again if it was lost; None if there is none now."""
+        self.check_process()
+        host = self._host
+        if host is not None and host.alive:
+            return host
+        if not self._opening.acquire(timeout=deadline_s):
+            return None  # another thread is still trying, with more patience
+        try:
+            if self._host is not None and self._host.alive:
+                return self._host
+            if self._host_path is None or self._is_bad(self._host_path):
+                return None
+            return self._open_host(self._host_path, deadline_s)
+        finally:
+            self._opening.release()
+
+    def _open_host(self, path: str, deadline_s: float) -> HostNode | None:
+        lost, self._host = self._host, None
+        if lost is not None:
+            lost.close()
+            self.counters.add("sessions_lost")
+        fresh: SocketHost | None = None
+        try:
+            fresh = SocketHost(path, self._name, deadline_s)
+            for tell in list(self._on_session):
+                tell(fresh, deadline_s)
+        except KvStoreError:
+            if fresh is not None:
+                fresh.close()
+            self._mark_bad(path)
+            return None
+        self._host, self._own = fresh, fresh.info
+        return fresh
+
+    def each_session(self, tell: Callable[[HostNode, float], None], deadline_s: float) -> None:
+        """Call `tell(session, deadline_s)` with the present session, if there is one, and with every later one."""
+        self._on_session.append(tell)
+        host = self.host(deadline_s)
+        if host is not None:
+            tell(host, deadline_s)
+
+    @property
+    def remote_path(self) -> str:
+        """Name of the transport to other nodes."""
+        return self._tcp.name
+
+    def nodes_with(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> list[NodeMatch]:
+        """Other nodes that hold a prefix of these keys, the longest first. Empty if the index does not answer."""
+        if self._index is None or not len(keys) or self._is_bad("index"):
+            return []
+        try:
+            if isinstance(self._index, RemoteIndex):
+                found = self._index.match(keys, rectangle, deadline_s=deadline_s)
+            else:
+                found = self._index.match(keys, rectangle)
+        except KvStoreError:
+            self._mark_bad("index")
+            self.counters.add("index_unreachable")
+            return []
+        return [match for match in found if not self._is_host(match.node)]
+
+    def node_info(self, node_id: str, epoch: int) -> NodeInfo:
+        """What the index knows of a node; raises NotFound or Unreachable."""
+        if self._own is not None and self._own.node_id == node_id:
+            return self._own
+        for (known_id, known_epoch), peer in list(self._peers.items()):
+            if (known_id, known_epoch) == (node_id, epoch):
+                return peer.info
+        for status in self._index.nodes() if self._index is not None else []:
+            if status.node.node_id == node_id and status.node.epoch == epoch:
+                return status.node
+        raise NotFound(f"node {node_id} with epoch {epoch} is not known to the index")
+
+    def write_target(self, node: NodeInfo | str | None, deadline_s: float) -> NodeInfo | None:
+        """The node to send pages to, None for the own host's, whose memory is shared.
+
+        `node`: what the index says of it, or its gRPC address. Raises Unreachable.
+        """
+        host = self.host()
+        if isinstance(node, str):
+            known = self._addresses.get(node)
+            if known is None:
+                known = self._addresses[node] = probe(node, deadline_s)
+            node = known
+        elif node is None and host is None and self._host_path is None:
+            node = self._own  # a node was named, but not to share memory with
+        return None if host is not None and node is not None and node.node_id == host.info.node_id else node
+
+    def peer(self, info: NodeInfo, deadline_s: float) -> Peer:
+        """The connection to another node; raises Unreachable, also for a while after it failed."""
+        if self._is_bad(info.control_address):
+            raise Unreachable(f"node {info.node_id} did not answer a moment ago")
+        place = info.node_id, info.epoch
+        with self._lock:
+            known = self._peers.get(place)
+            if known is not None:
+                return known
+            older = [other for other in self._peers if other[0] == info.node_id]
+        for other in older:
+            self.drop_peer(*other)
+        try:
+            fresh = Peer(info, self._tcp, self._name, deadline_s)
+        except StaleReference:
+            self._forget_addresses(info.node_id)
+            if info == self._own:
+                self._own = probe(info.control_address, deadline_s)
+            raise
+        except KvStoreError:
+            self._mark_bad(info.control_address)
+            raise
+        with self._lock:
+            known = self._peers.setdefault(place, fresh)
+        if known is not fresh:
+            fresh.close()
+        return known
+
+    def drop_peer(self, node_id: str, epoch: int) -> None:
+        """Forget a connection that failed; the next use makes a new one."""
+        with self._lock:
+            peer = self._peers.pop((node_id, epoch), None)
+        self._forget_addresses(node_id)
+        if peer is not None:
+            peer.close()
+
+    def _forget_addresses(self, node_id: str) -> None:
+        """The node at these addresses failed: ask anew who is there."""
+        with self._lock:
+            self._addresses = {a: info for a, info in self._addresses.items() if info.node_id != node_id}
+
+    def _is_host(self, info: NodeInfo) -> bool:
+        host = self._host
+        return host is not None and host.alive and host.info.node_id == info.node_id
+
+    def _is_bad(self, what: str) -> bool:
+        return self._bad_until.get(what, 0.0) > time.monotonic()
+
+    def _mark_bad(self, what: str) -> None:
+        if len(self._bad_until) > 1024:
+            self._bad_until.clear()
+        self._bad_until[what] = time.monotonic() + RETRY_EVERY_S
+
+    # --- shared means ------------------------------------------------------------------------------------
+
+    def background(self) -> ThreadPoolExecutor:
+        """Threads for what overlaps with the caller's own work: commits and checks of a batch."""
+        with self._lock:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(4, thread_name_prefix="kvstore-client")
+            return self._background
+
+    def prefetcher(self) -> ThreadPoolExecutor:
+        """Threads for whole prefetches: these wait for `background`, so they must not fill it."""
+        with self._lock:
+            if self._prefetcher is None:
+                self._prefetcher = ThreadPoolExecutor(2, thread_name_prefix="kvstore-prefetch")
+            return self._prefetcher
+
+    def flush_touches(self, deadline_s: float = 1.0) -> None:
+        """Return when the own host's node has seen all uses so far."""
+        host = self.host()
+        if host is not None:
+            host.flush(deadline_s)
+
+    def stats(self) -> dict[str, int]:
+        """What this client counted, and its staging by state (bytes)."""
+        usage = self.staging.usage()
+        return {
+            **self.counters.snapshot(),
+            "staging_free_bytes": usage.free_bytes,
+            "staging_in_use_bytes": usage.in_use_bytes,
+            "staging_quarantined_bytes": usage.quarantined_bytes,
+        }
+
+    def check_process(self) -> None:
+        """Raise ForkedProcess in a forked child."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this client belongs to the parent process; connect anew after the fork, or use spawn")
+
+    def close(self) -> None:
+        """End all sessions and connections. No call may be under way."""
+        self.check_process()
+        for threads in (self._prefetcher, self._background):
+            if threads is not None:
+                threads.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+            host, self._host, self._host_path = self._host, None, None
+        for peer in peers:
+            peer.close()
+        if host is not None:
+            host.close()
+        closing = getattr(self._index, "close", None)
+        if closing is not None:
+            closing()
+
+
+def probe(address: str, deadline_s: float) -> NodeInfo:
+    """What the node at a gRPC address says of itself."""
+    node = RemoteNode(address, name="probe", deadline_s=deadline_s)
+    info = node.info
+    node.close()
+    if info is None:
+        raise Unreachable(f"{address} did not say what it is")
+    return info

@@ -1,0 +1,190 @@
+"""One read: the own host's memory first, then the nodes of the ticket, then those that the index names.
+
+Each source extends the delivered prefix; the last one asked gives the reason why it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from kvstore.client.host import HostNode
+from kvstore.client.local import read_local
+from kvstore.client.nodes import Nodes
+from kvstore.client.remote import RemoteRead, read_remote
+from kvstore.client.values import Bytes, Destination, ReadResult
+from kvstore.errors import KvStoreError
+from kvstore.model.layout import Rectangle
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Keys
+from kvstore.model.ticket import Ticket
+from kvstore.model.values import MissReason, NodeInfo
+from kvstore.node import HANDOFF_WAIT_MS
+
+logger = logging.getLogger(__name__)
+FENCE_RETRIES = 3
+_GONE = (MissReason.UNREACHABLE, MissReason.SESSION_LOST)
+
+
+class Reading:
+    """One read under way: which chunks are done, from where, and why it stopped."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        namespace: Namespace,
+        keys: Keys,
+        wanted: Rectangle,
+        destination: Destination,
+        end_s: float,
+    ) -> None:
+        self._nodes = nodes
+        self._namespace = namespace
+        self._keys = keys
+        self._wanted = wanted
+        self._destination = destination
+        self._end_s = end_s
+        self._done = self._local = 0
+        self._reason: MissReason | None = MissReason.ABSENT
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def complete(self) -> bool:
+        """True if all chunks are delivered."""
+        return self._done == len(self._keys)
+
+    def _left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def from_host(self, ticket: Ticket | None) -> None:
+        """The own host's node, by shared memory; with a ticket of this node its writer is waited for."""
+        host = self._nodes.host(max(0.05, self._left_s()))
+        if host is None:
+            named = self._nodes.node
+            if named is not None:  # a node was named, but not to share memory with
+                ours = ticket is not None and any(rank.node_id == named.node_id for rank in ticket.ranks)
+                self._read_peer(
+                    named, ticket.id if ticket is not None and ours else b"", HANDOFF_WAIT_MS if ours else 0
+                )
+            return
+        self._read_host(host)
+        waits = ticket is not None and any(rank.node_id == host.info.node_id for rank in ticket.ranks)
+        if ticket is not None and waits and not self.complete and self._left_s() > 0:
+            try:
+                host.api.acquire(self._keys, self._wanted, 0, ticket.id, HANDOFF_WAIT_MS, self._left_s())
+            except KvStoreError:
+                self._reason = MissReason.UNREACHABLE
+                return
+            self._read_host(host)
+
+    def _read_host(self, host: HostNode) -> None:
+        rest = self._keys.slice(self._done, len(self._keys)) if self._done else self._keys
+        into = self._destination if not self._done else _Shifted(self._destination, self._done)
+        result = read_local(host, self._namespace.layout, rest, self._wanted, into, self._end_s)
+        self._done += result.chunks
+        self._local += result.chunks
+        self._reason = result.reason
+        if result.retries:
+            self._nodes.counters.add("fence_retries", result.retries)
+        if result.chunks:
+            self._bytes["shm"] += result.chunks * self._namespace.layout.payload_bytes(self._wanted)
+            host.touch(self._keys.blob[: self._done * 16])
+
+    def from_ticket(self, ticket: Ticket) -> None:
+        """The nodes that the ticket names, waiting for what is still being written."""
+        for rank in ticket.ranks:
+            if self.complete or self._left_s() <= 0:
+                return
+            host = self._nodes.host(max(0.05, self._left_s()))
+            if host is not None and rank.node_id == host.info.node_id:
+                continue
+            try:
+                info = self._nodes.node_info(rank.node_id, rank.epoch)
+            except KvStoreError:
+                self._reason = MissReason.UNREACHABLE
+                continue
+            self._read_peer(info, ticket.id, HANDOFF_WAIT_MS)
+
+    def from_others(self) -> None:
+        """Nodes that the index names, the longest run first; another one where the first fails."""
+        tried: set[str] = set()
+        while not self.complete and self._left_s() > 0:
+            matches = self._nodes.nodes_with(self._keys, self._wanted, self._left_s())
+            better = [m.node for m in matches if m.run > self._done and m.node.node_id not in tried]
+            if not better:
+                return
+            tried.add(better[0].node_id)
+            self._read_peer(better[0], b"", 0)
+
+    def _read_peer(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> None:
+        for _ in range(FENCE_RETRIES):
+            if self.complete:
+                return
+            if self._left_s() <= 0:
+                self._reason = MissReason.DEADLINE
+                return
+            result = self._read_peer_once(info, ticket_id, wait_ms)
+            self._done += result.chunks
+            self._reason = result.reason
+            self._bytes[self._nodes.remote_path] += result.payload_bytes
+            if result.reason is MissReason.SESSION_LOST:  # it ran out while this client was idle: open another
+                self._nodes.drop_peer(info.node_id, info.epoch)
+            elif result.reason is not MissReason.FENCE:
+                break
+        if self._reason in _GONE:
+            self._nodes.drop_peer(info.node_id, info.epoch)
+
+    def _read_peer_once(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> RemoteRead:
+        try:
+            peer = self._nodes.peer(info, self._left_s())
+        except KvStoreError:
+            return RemoteRead(0, MissReason.UNREACHABLE, 0)
+        return read_remote(
+            peer,
+            self._nodes.staging,
+            self._namespace,
+            self._keys.slice(self._done, len(self._keys)),
+            self._wanted,
+            self._destination,
+            self._done,
+            self._end_s,
+            self._nodes.background(),
+            ticket_id=ticket_id,
+            wait_ms=wait_ms,
+        )
+
+    def result(self) -> ReadResult:
+        """Count and answer."""
+        keys, done = self._keys, self._done
+        reason = None if self.complete else self._reason
+        if reason is not None and self._left_s() <= 0:
+            reason = MissReason.DEADLINE
+        if reason is MissReason.CHECKSUM:
+            logger.warning(
+                "chunk %s of %s differs from what was stored: served as a miss",
+                keys[done].hex(),
+                self._namespace.title,
+            )
+        local_tokens, tokens = keys.tokens_of_first(self._local), keys.tokens_of_first(done)
+        self._nodes.counters.read(
+            local_tokens=local_tokens,
+            remote_tokens=tokens - local_tokens,
+            missed_tokens=keys.token_count - tokens,
+            reason=reason,
+        )
+        for path, count in self._bytes.items():
+            self._nodes.counters.add(f"read_bytes_{path}", count)
+        return ReadResult(done, tokens, self._local, done - self._local, reason, dict(self._bytes))
+
+
+class _Shifted:
+    """A destination whose first chunk is chunk `by` of another."""
+
+    def __init__(self, destination: Destination, by: int) -> None:
+        self._destination = destination
+        self._by = by
+
+    def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
+        """See Destination."""
+        self._destination.scatter(self._by + index, piece, layer_start, head_start)

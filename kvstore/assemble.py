@@ -197,6 +197,7 @@ class EmbeddedHost:
             time.monotonic,
             settings,
         )
+        memory.arena.memory.madvise(mmap.MADV_DONTFORK)  # a child must not write into its parent's slots
         self.api: NodeApi = self
         self.arena: Bytes = np.frombuffer(memory.arena.memory, dtype=np.uint8)
         self.writable = True

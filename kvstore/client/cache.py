@@ -67,7 +67,9 @@ class Cache:
 
     def match(self, keys: Keys, *, rectangle: Rectangle | None = None, deadline_s: float = 1.0) -> Match:
         """How many leading chunks are there, on the own host's node and on the best node. Keeps and pins nothing."""
-        self._check(keys)
+        self._check(keys, reads=True)
+        if self._nodes.closed:
+            return Match(0, 0, 0, 0)
         wanted = rectangle or self.rectangle
         host = self._nodes.host(deadline_s)
         local = host.reader.find(keys, wanted).run if host is not None else 0
@@ -91,10 +93,12 @@ class Cache:
 
         `into`: uint8 array or CPU tensor (n, layers, pages, heads, head_page_bytes) of the rectangle (default: the
         rank's own), or a `Destination`. With a ticket its nodes are asked first and keys that are still being
-        written are waited for. Raises LayoutMismatch for a destination that does not fit; everything else that can
-        go wrong is a reason in the result.
+        written are waited for. Raises LayoutMismatch for a destination that does not fit and InvalidRequest for
+        keys of another namespace; everything else that can go wrong is a reason in the result.
         """
-        self._check(keys)
+        self._check(keys, reads=True)
+        if self._nodes.closed:
+            return ReadResult(0, 0, 0, 0, MissReason.SESSION_LOST)
         end_s = time.monotonic() + deadline_s
         wanted = rectangle or self.rectangle
         self.layout.check_rectangle(wanted)
@@ -152,10 +156,11 @@ class Cache:
         then they are not pinned for the ticket. Raises SessionLost, Unreachable, DeadlineExceeded.
         """
         self._check(keys)
+        end_s = time.monotonic() + deadline_s
         target = self._nodes.write_target(node, deadline_s)
         if target is not None:
-            return self._write_remote(target, keys, source, time.monotonic() + deadline_s, for_ticket)
-        pending = self.begin_write(keys, for_ticket=for_ticket, deadline_s=deadline_s)
+            return self._write_remote(target, keys, source, end_s, for_ticket)
+        pending = self.begin_write(keys, for_ticket=for_ticket, deadline_s=_left(end_s))
         with pending:
             pages = buffers.as_source(source, self.layout, self.rectangle, len(keys))
             pending.put_layers(self.rectangle.layer_start, self.rectangle.layer_stop, pages)
@@ -175,38 +180,50 @@ class Cache:
     def begin_write(self, keys: Keys, *, for_ticket: Ticket | None = None, deadline_s: float = 30.0) -> PendingWrite:
         """Reserve; the caller fills what is granted and commits. See `PendingWrite`."""
         self._check(keys)
-        host = self._nodes.host()
+        end_s = time.monotonic() + deadline_s
+        host = self._nodes.host(deadline_s)
         if host is None:
             raise Unreachable("there is no node on this host to write to; start `kvstore node` here")
         if not host.writable:
             raise InvalidRequest("the node gave this process read-only memory (no pidfd); it cannot write")
-        end_s = time.monotonic() + deadline_s
         ticket_id = for_ticket.id if for_ticket is not None else b""
-        answer = host.api.reserve(keys, self.shard, ticket_id, deadline_s)
+        answer = host.api.reserve(keys, self.shard, ticket_id, _left(end_s))
         return PendingWrite(host, self.layout, self.rectangle, keys, answer, end_s, self._checksums)
 
     def remove(self, keys: Keys, *, deadline_s: float = 5.0) -> int:
         """Remove these chunks and everything below them from the own host's node; returns how many went."""
         self._check(keys)
-        host = self._nodes.host()
+        end_s = time.monotonic() + deadline_s
+        host = self._nodes.host(deadline_s)
         if host is None:
-            raise Unreachable("there is no node on this host")
-        return host.api.remove(self.namespace.id, list(keys), deadline_s)
+            raise Unreachable("there is no node on this host; start `kvstore node` here")
+        return host.api.remove(self.namespace.id, list(keys), _left(end_s))
 
     def release(self, ticket: Ticket, *, deadline_s: float = 1.0) -> None:
         """The handoff has been read: end its pins on all its nodes. Failing that they run out within a minute."""
-        for rank in ticket.ranks:
+        self._nodes.check_open()
+        end_s = time.monotonic() + deadline_s
+        for node_id, epoch in dict.fromkeys((rank.node_id, rank.epoch) for rank in ticket.ranks):
             try:
-                info = self._nodes.node_info(rank.node_id, rank.epoch)
-                host = self._nodes.host()
-                if host is not None and host.info.node_id == info.node_id:
-                    host.api.release((), [ticket.id], deadline_s)
+                host = self._nodes.host(_left(end_s))
+                if host is not None and host.info.node_id == node_id:
+                    host.api.release((), [ticket.id], _left(end_s))
                 else:
-                    self._nodes.peer(info, deadline_s).api.release((), [ticket.id], deadline_s)
+                    info = self._nodes.node_info(node_id, epoch, _left(end_s))
+                    self._nodes.peer(info, _left(end_s)).api.release((), [ticket.id], _left(end_s))
             except KvStoreError:
                 self._nodes.counters.add("tickets_left_to_run_out")
 
-    def _check(self, keys: Keys) -> None:
-        self._nodes.check_process()
+    def _check(self, keys: Keys, *, reads: bool = False) -> None:
+        """A closed client still answers reads: with a miss."""
+        if reads:
+            self._nodes.check_process()
+        else:
+            self._nodes.check_open()
         if keys.namespace_id != self.namespace.id:
             raise InvalidRequest("these keys belong to another namespace")
+
+
+def _left(end_s: float) -> float:
+    """Seconds until `end_s`; what is over already gets a millisecond, and then fails as too late."""
+    return max(0.001, end_s - time.monotonic())

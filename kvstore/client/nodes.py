@@ -6,6 +6,7 @@ next call that needs it.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,16 +16,25 @@ from concurrent.futures import ThreadPoolExecutor
 from kvstore.client.counters import Counters
 from kvstore.client.host import HostNode, SocketHost
 from kvstore.client.remote import Peer
-from kvstore.errors import ForkedProcess, KvStoreError, NotFound, StaleReference, Unreachable
+from kvstore.errors import (
+    DeadlineExceeded,
+    ForkedProcess,
+    InvalidRequest,
+    KvStoreError,
+    NotFound,
+    StaleReference,
+    Unreachable,
+)
 from kvstore.metadata import Index, NodeMatch
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
-from kvstore.node.remote import RemoteNode
+from kvstore.node.remote import ask_info
 from kvstore.transport.staging import Staging
 from kvstore.transport.tcp import TcpTransport
 
+logger = logging.getLogger(__name__)
 RETRY_EVERY_S = 0.5
 """A node or index that did not answer is not asked again for this long: a miss must stay cheap."""
 
@@ -55,11 +65,13 @@ class Nodes:
         self._peers: dict[tuple[str, int], Peer] = {}
         self._bad_until: dict[str, float] = {}
         self._addresses: dict[str, NodeInfo] = {}
+        self._listing: tuple[float, list[NodeInfo]] | None = None
         self._on_session: list[Callable[[HostNode, float], None]] = []
         self._opening = threading.Lock()
         self._background: ThreadPoolExecutor | None = None
         self._prefetcher: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
+        self.closed = False
         self._tcp = TcpTransport()
 
     @property
@@ -93,7 +105,7 @@ class Nodes:
         try:
             fresh = SocketHost(path, self._name, deadline_s)
             for tell in list(self._on_session):
-                tell(fresh, deadline_s)
+                self._tell(tell, fresh, deadline_s)
         except KvStoreError:
             if fresh is not None:
                 fresh.close()
@@ -103,11 +115,25 @@ class Nodes:
         return fresh
 
     def each_session(self, tell: Callable[[HostNode, float], None], deadline_s: float) -> None:
-        """Call `tell(session, deadline_s)` with the present session, if there is one, and with every later one."""
-        self._on_session.append(tell)
+        """Call `tell(session, deadline_s)` with the present session, if there is one, and with every later one.
+
+        What it raises for the present session is raised, and later ones are not told.
+        """
         host = self.host(deadline_s)
         if host is not None:
             tell(host, deadline_s)
+        with self._lock:
+            self._on_session.append(tell)
+
+    def _tell(self, tell: Callable[[HostNode, float], None], host: HostNode, deadline_s: float) -> None:
+        """One listener's refusal must not cut all others off from the node; a node that is gone is another matter."""
+        try:
+            tell(host, deadline_s)
+        except (StaleReference, Unreachable, DeadlineExceeded):
+            raise
+        except KvStoreError as exc:
+            logger.warning("the node refused what this client had told its predecessor: %s", exc)
+            self.counters.add("registrations_refused")
 
     @property
     def remote_path(self) -> str:
@@ -129,28 +155,47 @@ class Nodes:
             return []
         return [match for match in found if not self._is_host(match.node)]
 
-    def node_info(self, node_id: str, epoch: int) -> NodeInfo:
+    def node_info(self, node_id: str, epoch: int, deadline_s: float) -> NodeInfo:
         """What the index knows of a node; raises NotFound or Unreachable."""
         if self._own is not None and self._own.node_id == node_id:
             return self._own
         for (known_id, known_epoch), peer in list(self._peers.items()):
             if (known_id, known_epoch) == (node_id, epoch):
                 return peer.info
-        for status in self._index.nodes() if self._index is not None else []:
-            if status.node.node_id == node_id and status.node.epoch == epoch:
-                return status.node
+        for known in self._listed(deadline_s):
+            if (known.node_id, known.epoch) == (node_id, epoch):
+                return known
         raise NotFound(f"node {node_id} with epoch {epoch} is not known to the index")
+
+    def _listed(self, deadline_s: float) -> list[NodeInfo]:
+        """The nodes that the index lists, also remembered for a moment; raises Unreachable, DeadlineExceeded."""
+        if self._index is None:
+            return []
+        if self._is_bad("index"):
+            raise Unreachable("the metadata service did not answer a moment ago")
+        now = time.monotonic()
+        if self._listing is None or now - self._listing[0] > RETRY_EVERY_S:
+            try:
+                if isinstance(self._index, RemoteIndex):
+                    statuses = self._index.nodes(deadline_s=deadline_s)
+                else:
+                    statuses = self._index.nodes()
+            except KvStoreError:
+                self._mark_bad("index")
+                raise
+            self._listing = now, [status.node for status in statuses]
+        return self._listing[1]
 
     def write_target(self, node: NodeInfo | str | None, deadline_s: float) -> NodeInfo | None:
         """The node to send pages to, None for the own host's, whose memory is shared.
 
         `node`: what the index says of it, or its gRPC address. Raises Unreachable.
         """
-        host = self.host()
+        host = self.host(deadline_s)
         if isinstance(node, str):
             known = self._addresses.get(node)
             if known is None:
-                known = self._addresses[node] = probe(node, deadline_s)
+                known = self._addresses[node] = ask_info(node, deadline_s)
             node = known
         elif node is None and host is None and self._host_path is None:
             node = self._own  # a node was named, but not to share memory with
@@ -173,7 +218,7 @@ class Nodes:
         except StaleReference:
             self._forget_addresses(info.node_id)
             if info == self._own:
-                self._own = probe(info.control_address, deadline_s)
+                self._own = ask_info(info.control_address, deadline_s)
             raise
         except KvStoreError:
             self._mark_bad(info.control_address)
@@ -226,10 +271,13 @@ class Nodes:
             return self._prefetcher
 
     def flush_touches(self, deadline_s: float = 1.0) -> None:
-        """Return when the own host's node has seen all uses so far."""
-        host = self.host()
+        """Return when the own host's node has seen all uses so far. Raises Unreachable if it cannot be had."""
+        end_s = time.monotonic() + deadline_s
+        host = self.host(deadline_s)
         if host is not None:
-            host.flush(deadline_s)
+            host.flush(max(0.001, end_s - time.monotonic()))
+        elif self._host_path is not None:
+            raise Unreachable("the session with this host's node is lost; uses since then were not told to it")
 
     def stats(self) -> dict[str, int]:
         """What this client counted, and its staging by state (bytes)."""
@@ -246,9 +294,18 @@ class Nodes:
         if os.getpid() != self._pid:
             raise ForkedProcess("this client belongs to the parent process; connect anew after the fork, or use spawn")
 
-    def close(self) -> None:
-        """End all sessions and connections. No call may be under way."""
+    def check_open(self) -> None:
+        """Raise InvalidRequest after `close`, ForkedProcess in a forked child."""
         self.check_process()
+        if self.closed:
+            raise InvalidRequest("this client is closed; connect anew")
+
+    def close(self) -> None:
+        """End all sessions and connections; idempotent. No call may be under way."""
+        if self.closed:
+            return
+        self.check_process()
+        self.closed = True
         for threads in (self._prefetcher, self._background):
             if threads is not None:
                 threads.shutdown(wait=True, cancel_futures=True)
@@ -262,13 +319,3 @@ class Nodes:
         closing = getattr(self._index, "close", None)
         if closing is not None:
             closing()
-
-
-def probe(address: str, deadline_s: float) -> NodeInfo:
-    """What the node at a gRPC address says of itself."""
-    node = RemoteNode(address, name="probe", deadline_s=deadline_s)
-    info = node.info
-    node.close()
-    if info is None:
-        raise Unreachable(f"{address} did not say what it is")
-    return info

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from kvstore.client.cache import Cache
 from kvstore.client.host import SocketHost, same_host
-from kvstore.client.nodes import Nodes, probe
+from kvstore.client.nodes import Nodes
 from kvstore.errors import ConfigurationError
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.values import NodeInfo
+from kvstore.node.remote import ask_info
 from kvstore.setting_types import parse_size
 
 TRANSPORTS = ("auto", "shm", "tcp")
@@ -58,7 +59,7 @@ def _meet(
             return host, host.info
         host.close()
         raise ConfigurationError(f"{node} belongs to host {host.info.host_id}, not {host_id}; give its gRPC address")
-    info = probe(node, deadline_s)
+    info = ask_info(node, deadline_s)
     shared = same_host(info, host_id, name, deadline_s) if transport != "tcp" else None
     if transport == "shm" and shared is None:
         raise ConfigurationError(

@@ -100,7 +100,7 @@ class Reading:
             if host is not None and rank.node_id == host.info.node_id:
                 continue
             try:
-                info = self._nodes.node_info(rank.node_id, rank.epoch)
+                info = self._nodes.node_info(rank.node_id, rank.epoch, self._left_s())
             except KvStoreError:
                 self._reason = MissReason.UNREACHABLE
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -91,9 +92,14 @@ class Peer:
 
     def take(self, deadline_s: float) -> Connection:
         """A connection for one thread."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
+        while True:
+            with self._lock:
+                kept = self._idle.pop() if self._idle else None
+            if kept is None:
+                break
+            if kept.is_open:
+                return kept
+            kept.close()  # the owner has ended it meanwhile
         return self._transport.connect(self.info.data_address, self.info.epoch, deadline_s)
 
     def give_back(self, connection: Connection, *, healthy: bool) -> None:
@@ -191,12 +197,10 @@ class _Run:
         self, connection: Connection, by_chunk: list[list[ShardPlace]], executor: Executor, end_s: float
     ) -> tuple[int, MissReason | None]:
         """(chunks delivered, why not more)."""
-        whole = sum(_held_bytes(self._layout, place.rectangle) for place in by_chunk[0])
-        step = max(1, min(BATCH_BYTES, self._staging.total_bytes // 4) // whole)
         under_way: Future[tuple[int, MissReason | None]] | None = None
         done, reason = len(by_chunk), None
-        for begin in range(0, len(by_chunk), step):
-            chunks = range(begin, min(begin + step, len(by_chunk)))
+        for chunks in self._batches(by_chunk):
+            begin = chunks.start
             received, failure = self._receive(connection, by_chunk, chunks, end_s)
             if under_way is not None:
                 failed = True  # also when the caller's destination raises
@@ -211,12 +215,28 @@ class _Run:
                     return good, bad
             if received is None:
                 return begin, failure
-            under_way = executor.submit(self._deliver, *received)
+            try:
+                under_way = executor.submit(self._deliver, *received)
+            except RuntimeError:  # the client was closed under this read
+                self._staging.release(received[1])
+                raise
         if under_way is not None:
             good, bad = under_way.result()
             if bad is not None:
                 done, reason = good, bad
         return done, reason
+
+    def _batches(self, by_chunk: list[list[ShardPlace]]) -> Iterator[range]:
+        """Consecutive chunks that are asked for in one exchange: as many as fit, at least one."""
+        limit = min(BATCH_BYTES, self._staging.total_bytes // 4)
+        begin = size = 0
+        for chunk, places in enumerate(by_chunk):
+            more = sum(_held_bytes(self._layout, place.rectangle) for place in places)
+            if size and size + more > limit:
+                yield range(begin, chunk)
+                begin, size = chunk, 0
+            size += more
+        yield range(begin, len(by_chunk))
 
     def _receive(
         self, connection: Connection, by_chunk: list[list[ShardPlace]], chunks: range, end_s: float

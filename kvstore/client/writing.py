@@ -6,6 +6,7 @@ written from the same source. Slots are written only between the grant and the e
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from kvstore.client.host import HostNode
 from kvstore.client.values import Bytes, Source, WriteResult
-from kvstore.errors import InvalidRequest, KvStoreError, SessionLost
+from kvstore.errors import ForkedProcess, InvalidRequest, KvStoreError, SessionLost
 from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.prefix import Keys
@@ -41,6 +42,14 @@ class _Filled:
 
 
 @dataclass(slots=True)
+class _Given:
+    """A source that the caller gave, and the chunks that it gave it for (None = all)."""
+
+    source: Source
+    chunks: set[int] | None
+
+
+@dataclass(slots=True)
 class PendingWrite:
     """A reservation that the caller fills and commits, layer by layer if it likes.
 
@@ -60,7 +69,8 @@ class PendingWrite:
     _payload_bytes: int = field(init=False)
     _slots: dict[int, int] = field(init=False)
     _filled: dict[int, _Filled] = field(init=False, default_factory=dict)
-    _sources: dict[tuple[int, int, int], Source] = field(init=False, default_factory=dict)
+    _sources: dict[tuple[int, int, int], _Given] = field(init=False, default_factory=dict)
+    _pid: int = field(init=False, default_factory=os.getpid)
     _ended: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +106,9 @@ class PendingWrite:
         """
         if not self.rectangle.layer_start <= layer_start < layer_stop <= self.rectangle.layer_stop:
             raise InvalidRequest(f"layers {layer_start}..{layer_stop} do not lie in {self.rectangle}")
-        self._sources[layer_start, layer_stop, id(source)] = source
+        self._check_process()
+        given = self._sources.setdefault((layer_start, layer_stop, id(source)), _Given(source, set()))
+        given.chunks = None if chunks is None or given.chunks is None else given.chunks.union(chunks)
         if not self.host.alive:
             raise SessionLost("the node's session ended; what was not committed is lost")
         first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
@@ -135,13 +147,15 @@ class PendingWrite:
         A granted chunk that is not filled in all layers is given back at the end. Keys that others were writing are
         looked at again at the end and written too if they came free.
         """
+        self._check_process()
         last = upto is None
         self._commit([i for i in self._slots if upto is None or i < upto], last)
         rounds = 0
         while last and self._slots and rounds < _ROUNDS:
             rounds += 1
-            for (layer_start, layer_stop, _), source in list(self._sources.items()):
-                self.put_layers(layer_start, layer_stop, source, tuple(self._slots))
+            for (layer_start, layer_stop, _), given in list(self._sources.items()):
+                meant = [i for i in self._slots if given.chunks is None or i in given.chunks]
+                self.put_layers(layer_start, layer_stop, given.source, meant)
             self._commit(list(self._slots), last)
         if last and self._slots:
             self.abort()
@@ -180,6 +194,7 @@ class PendingWrite:
 
     def abort(self) -> None:
         """Give everything back that was not committed."""
+        self._check_process()
         self._ended = True
         for index in self._slots:
             self.outcomes[index] = Outcome.REFUSED_STALE
@@ -187,6 +202,10 @@ class PendingWrite:
         if self.answer.attempt:
             # Also after the deadline: what is not given back stays reserved as long as the session lives.
             self.host.api.abort(self.answer.attempt, max(_ABORT_S, self._left()))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this write belongs to the parent process, which alone may go on with it")
 
     def _pages(self, index: int) -> Bytes:
         """The payload of a granted slot, (layers, pages, heads, head_page_bytes)."""

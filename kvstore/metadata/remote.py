@@ -67,9 +67,10 @@ class RemoteIndex:
             if status.node.node_id == node_id:
                 self.publish(Batch(status.node, status.applied_sequence + 1, leaving=True))
 
-    def nodes(self) -> list[NodeStatus]:
-        """See `Index.nodes`."""
-        answer = self._channel.call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), self._deadline_s)
+    def nodes(self, *, deadline_s: float | None = None) -> list[NodeStatus]:
+        """See `Index.nodes`. `deadline_s` (seconds) replaces the default of this object."""
+        limit_s = self._deadline_s if deadline_s is None else deadline_s
+        answer = self._channel.call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), limit_s)
         return [status_from_message(status) for status in answer.nodes]
 
     def snapshot(self) -> Iterator[Batch]:

@@ -168,3 +168,13 @@ def _short(name: str) -> str:
 def _check_length(count: int, *answers: Sequence[object]) -> None:
     if any(len(answer) != count for answer in answers):
         raise InvalidRequest("the node's answer has not one place for each that was asked; update one of the two")
+
+
+def ask_info(address: str, deadline_s: float) -> NodeInfo:
+    """What the node at a gRPC address says of itself; opens no session. Raises Unreachable, DeadlineExceeded."""
+    channel = Channel(address)
+    try:
+        stub = channel.stub(node_pb2_grpc.NodeServiceStub)
+        return wire.node_info_from_message(channel.call(stub.Stats, node_pb2.StatsRequest(), deadline_s).node)
+    finally:
+        channel.close()

@@ -7,6 +7,7 @@ children (MADV_DONTFORK), so that a child can never write into a slot of its par
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -26,6 +27,7 @@ from kvstore.model.values import NodeInfo
 from kvstore.node.lookup import CatalogReader
 from kvstore.rpc import handshake, wire
 from kvstore.rpc.handshake import Kind
+from kvstore.rpc.v1 import node_pb2
 
 TOUCH_DELAY_S = 0.05
 RENEW_EVERY_S = 5.0
@@ -58,6 +60,7 @@ class SharedNode:
         self._pongs = threading.Condition(self._lock)
         self._pong = self._ping = 0
         self._inboxes: dict[int, SimpleQueue[bytes | None]] = {}
+        self._given_up: set[int] = set()
         self._last_call = 0
         self._pid = os.getpid()
         peer.setblocking(False)
@@ -146,6 +149,9 @@ class SharedNode:
             self._send(handshake.call(verb, number, request), end)
             packet = inbox.get(timeout=max(0.0, end - time.monotonic()))
         except Empty as exc:
+            if verb == "Reserve":
+                with self._lock:
+                    self._given_up.add(number)
             late = f"node {self.info.node_id} did not answer {verb} within {deadline_s:.3f} s"
             raise DeadlineExceeded(late) from exc
         finally:
@@ -157,6 +163,14 @@ class SharedNode:
         if response is None:
             raise wire.error_from_status(StatusCode.UNKNOWN, details, error)
         return response
+
+    def _give_back(self, packet: bytes) -> None:
+        """A Reserve was answered after its caller had given up: nobody writes into its slots, so abort it."""
+        _, response, _, _ = handshake.answered(packet)
+        attempt = node_pb2.ReserveResponse.FromString(response).attempt if response is not None else 0
+        if attempt:
+            request = node_pb2.AbortRequest(session=self.session, attempt=attempt)
+            self._peer.send(handshake.call("Abort", 0, request.SerializeToString()))
 
     def _send(self, packet: bytes, end: float) -> None:
         """Send one packet, waiting for room in the socket until `end`."""
@@ -211,15 +225,23 @@ class SharedNode:
                 inbox.put(None)
             os.close(self._wake_read)
             os.close(self._wake_write)
+        with contextlib.suppress(OSError):
+            # A forked child may hold this socket too; the node must see its end all the same.
+            self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
 
     def _receive(self) -> bool:
         packet = self._peer.recv(handshake.PACKET_BYTES)
         if packet and packet[0] == Kind.ANSWER:
+            number = handshake.answered(packet)[0]
             with self._lock:
-                inbox = self._inboxes.get(handshake.answered(packet)[0])
-            if inbox is not None:  # else its caller has given up
+                inbox = self._inboxes.get(number)
+                given_up = number in self._given_up
+                self._given_up.discard(number)
+            if inbox is not None:
                 inbox.put(packet)
+            elif given_up:
+                self._give_back(packet)
         elif packet and packet[0] == Kind.PONG:
             with self._lock:
                 self._pong = max(self._pong, handshake.pinged(packet))

@@ -96,6 +96,13 @@ class TransportSuite:
         assert result.generations == tuple(int(owner.words[d.slot]) for d in descriptors)
         np.testing.assert_array_equal(staging, expected_staging(owner.arena, descriptors, len(staging)))
 
+    def check_closes(self, connection: Connection) -> None:
+        """The owner's end is heard of within 10 s, without a read."""
+        pause, deadline = threading.Event(), time.monotonic() + 10
+        while connection.is_open:
+            assert time.monotonic() < deadline
+            pause.wait(0.01)
+
     # -- right bytes ------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 65536, (3 << 20) + 1])
@@ -252,6 +259,63 @@ class TransportSuite:
         self.check_read(connection, owner, [descriptor(0, 4096, 0)])
         owner.stop()
         assert connection.read([descriptor(0, 1, 0)], poisoned(1), 5.0).status is ReadStatus.UNREACHABLE
+
+    def test_open_until_the_reader_closes(self, connection: Connection, owner: Owner) -> None:
+        assert connection.is_open
+        self.check_read(connection, owner, [descriptor(0, 4096, 0)])
+        assert connection.is_open
+        self.check_read(connection, owner, [descriptor(0, 4096, 0)])  # asking took nothing off the path
+        connection.close()
+        assert not connection.is_open
+
+    def test_open_until_the_owner_ends(self, connection: Connection, owner: Owner) -> None:
+        self.check_read(connection, owner, [descriptor(0, 4096, 0)])
+        owner.stop()
+        self.check_closes(connection)
+
+    def test_open_until_the_owner_is_killed(self, connect: Callable[[Owner], Connection], owner_process: Owner) -> None:
+        connection = connect(owner_process)
+        owner_process.pause()
+        started = time.monotonic()
+        assert connection.is_open  # nobody can answer: it asks nobody
+        assert time.monotonic() - started < 1.0
+        owner_process.kill()
+        self.check_closes(connection)
+
+    def test_a_read_that_failed_closes(self, connection: Connection) -> None:
+        assert connection.read([descriptor(0, 4096, 0)], poisoned(4096), 0.0).status is ReadStatus.DEADLINE
+        assert not connection.is_open
+
+    def test_cancel_ends_a_read_under_way(self, connect: Callable[[Owner], Connection], owner_process: Owner) -> None:
+        """From another thread, against an owner that will never answer; no byte comes later."""
+        connection = connect(owner_process)
+        owner_process.pause()
+        canceller = threading.Timer(0.1, connection.cancel)
+        canceller.start()
+        staging = poisoned(1 << 20)
+        started = time.monotonic()
+        result = connection.read([descriptor(0, 1 << 20, 0)], staging, 20.0)
+        canceller.join()
+        assert (result.status, result.generations) == (ReadStatus.CANCELLED, ())
+        assert time.monotonic() - started < 10.0
+        assert not connection.is_open
+        owner_process.resume()
+        self.check_read(connect(owner_process), owner_process, [descriptor(0, 4096, 0)])
+        assert (staging == POISON).all()
+
+    def test_cancel_between_reads(self, connection: Connection, owner: Owner) -> None:
+        self.check_read(connection, owner, [descriptor(0, 4096, 0)])
+        connection.cancel()
+        connection.cancel()
+        assert not connection.is_open
+        staging = poisoned(4096)
+        assert connection.read([descriptor(0, 4096, 0)], staging, 5.0).status is ReadStatus.CANCELLED
+        assert (staging == POISON).all()
+
+    def test_cancel_of_a_closed_connection(self, connection: Connection) -> None:
+        connection.close()
+        connection.cancel()
+        assert not connection.is_open
 
     @pytest.mark.parametrize("deadline_s", [0.0, -1.0])
     def test_no_time_left(self, connection: Connection, deadline_s: float) -> None:

@@ -35,4 +35,4 @@ class BreakableHost(EmbeddedHost):
     def __init__(self, dram_bytes: int = 1 << 20) -> None:
         super().__init__(dram_bytes, dram_bytes // 4096, CoreSettings("lru", 0, 1.0))
         self.broken = BreakableApi(self)
-        self.api = self.broken  # type: ignore[assignment]
+        self.api = self.broken

@@ -9,7 +9,7 @@ import pytest
 
 import kvstore
 from kvstore.client import Cache, Client
-from kvstore.errors import InvalidRequest, LayoutMismatch, LimitExceeded, Unreachable
+from kvstore.errors import InvalidRequest, LayoutMismatch, LimitExceeded
 from kvstore.model.layout import Dtype, Geometry, PageLayout, Rectangle
 from kvstore.model.values import MissReason, Outcome
 from tests.unit.client.pages import LAYOUT, POISON, namespace, pages_of, poisoned, prompt
@@ -168,6 +168,9 @@ def test_a_closed_pool_misses_and_refuses_writes() -> None:
     keys = cache.keys(prompt(1, 16))
     cache.write(keys, pages_of(keys))
     client.close()
-    assert cache.read(keys, cache.empty(1)).chunks == 0
-    with pytest.raises(Unreachable):
+    result = cache.read(keys, cache.empty(1))
+    assert (result.chunks, result.reason) == (0, MissReason.SESSION_LOST)
+    assert cache.match(keys).pool_chunks == 0
+    with pytest.raises(InvalidRequest, match="closed"):
         cache.write(keys, pages_of(keys))
+    client.close()  # again

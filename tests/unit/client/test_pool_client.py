@@ -191,4 +191,4 @@ def test_touches_arrive_when_flushed(node: NodeThread) -> None:
 def test_an_unknown_node_of_a_ticket_is_not_found() -> None:
     with Client(None, None, EmbeddedIndex()) as client:
         with pytest.raises(NotFound):
-            client.node_info("nobody", 1)
+            client.node_info("nobody", 1, 1.0)

@@ -17,12 +17,15 @@ import pytest
 from kvstore.errors import ConfigurationError, InvalidRequest, Unauthorized, Unreachable
 from kvstore.transport import ReadStatus
 from kvstore.transport.tcp import COUNT_LIMIT, PAYLOAD_LIMIT_BYTES, AnswerStatus, TcpTransport
-from kvstore.transport.tcp_server import TcpServer, TcpServerLimits
+from kvstore.transport.tcp_server import TcpServer, TcpServerLimits, _Peer
 from tests.contract.transport_suite import ARENA_BYTES, EPOCH, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 Dial = Callable[[LocalOwner], socket.socket]
 HELLO = struct.pack("<8sHHQ", b"KVSTREAM", 1, 0, EPOCH)
+READ = struct.pack("<IIQQ", 1, 1, 0, 4)
+"""Four bytes of payload."""
+FENCE = struct.pack("<III", 2, 1, 7)
 
 
 @pytest.fixture
@@ -98,6 +101,26 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         event.wait(0.01)
+
+
+def peer_of(owner: LocalOwner, raw: socket.socket) -> _Peer:
+    """What the owner knows of the other end of `raw`."""
+    with owner.server._lock:
+        return next(peer for peer in owner.server._peers if peer.socket.getpeername() == raw.getsockname())
+
+
+def until_idle(peer: _Peer) -> None:
+    """An answer is here a moment before its thread counts the peer as idle."""
+    until(lambda: peer.idle_since is not None)
+
+
+def is_closed(raw: socket.socket) -> bool:
+    """By the owner, in order, with nothing left to take."""
+    raw.setblocking(False)
+    try:
+        return raw.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 # -- the format, byte by byte ---------------------------------------------------------------------------------
@@ -211,13 +234,111 @@ def test_authorize(start: Callable[..., LocalOwner]) -> None:
 
 
 def test_one_connection_too_many(start: Callable[..., LocalOwner], dial: Dial) -> None:
-    owner = start(limits=TcpServerLimits(connections=2))
-    first, _second = greet(dial(owner)), greet(dial(owner))
+    """Busy is: not greeted yet; a request half sent; a payload half taken; a payload without its fence."""
+    owner = start(limits=TcpServerLimits(connections=4))
+    silent, half, sending, unfenced = dial(owner), *(greet(dial(owner)) for _ in range(3))
+    half.sendall(READ[:1])
+    sending.sendall(struct.pack("<II", 1, 32) + struct.pack("<QQ", 0, ARENA_BYTES) * 32)
+    receive(sending, 1000)
+    unfenced.sendall(READ)
+    receive(unfenced, 16 + 4)
+    for _ in range(3):
+        with pytest.raises(Unreachable, match="connection"):
+            TcpTransport().connect(owner.address, EPOCH, 5.0)
+    half.sendall(READ[1:])
+    receive(half, 16 + 4)
+    for raw in (half, unfenced):
+        raw.sendall(FENCE)
+        assert receive(raw, 24)[16:] == owner.words[7].tobytes()
+    silent.close()
+    until(lambda: owner.server.connection_count == 3)
+    assert_serves(owner)
+
+
+# -- idle connections make room -------------------------------------------------------------------------------
+
+
+def serve_one(owner: LocalOwner, raw: socket.socket) -> None:
+    """A whole exchange."""
+    raw.sendall(READ)
+    assert receive(raw, 20)[16:] == owner.arena[:4].tobytes()
+    raw.sendall(FENCE)
+    assert receive(raw, 24)[16:] == owner.words[7].tobytes()
+
+
+def test_at_the_limit_the_one_idle_longest_makes_room(start: Callable[..., LocalOwner], dial: Dial) -> None:
+    owner = start(limits=TcpServerLimits(connections=3))
+    kept = [greet(dial(owner)) for _ in range(3)]
+    for index in (1, 0, 2):
+        serve_one(owner, kept[index])
+        until_idle(peer_of(owner, kept[index]))
+    for leaver in (1, 0, 2):
+        newcomer = greet(dial(owner))
+        newcomer.sendall(READ)  # busy from now on
+        receive(newcomer, 20)
+        assert kept[leaver].recv(1) == b"", "an orderly end, not a reset"
+        assert owner.server.connection_count == 3
     with pytest.raises(Unreachable, match="connection"):
         TcpTransport().connect(owner.address, EPOCH, 5.0)
-    first.close()
-    until(lambda: owner.server.connection_count == 1)
-    assert_serves(owner)
+
+
+def test_idle_hosts_do_not_starve_another(start: Callable[..., LocalOwner], dial: Dial) -> None:
+    """Sixteen clients with eight idle connections each, at the default limit; then eight more of a seventeenth."""
+    owner = start()
+    kept = [greet(dial(owner)) for _ in range(128)]
+    until(lambda: owner.server.connection_count == 128)
+    for _ in range(8):
+        serve_one(owner, greet(dial(owner)))
+    assert owner.server.connection_count == 128
+    closed = [raw for raw in kept if is_closed(raw)]
+    assert len(closed) == 8
+
+
+def test_a_request_that_has_arrived_keeps_its_connection(start: Callable[..., LocalOwner], dial: Dial) -> None:
+    """The peer's thread has not run yet: what counts is the byte in the socket."""
+    owner = start(limits=TcpServerLimits(connections=1))
+    raw = greet(dial(owner))
+    until_idle(peer_of(owner, raw))
+    with owner.server._lock:  # the thread wakes up, but cannot say that it is busy
+        newcomer = dial(owner)
+        raw.sendall(READ)
+    assert receive(raw, 20)[16:] == owner.arena[:4].tobytes()
+    assert refusal(newcomer)[0] is AnswerStatus.BUSY
+    raw.sendall(FENCE)
+    assert receive(raw, 24)[16:] == owner.words[7].tobytes()
+
+
+def test_the_last_answer_arrives_before_the_end(start: Callable[..., LocalOwner], dial: Dial) -> None:
+    """An answer that the peer has not taken yet is not torn up when its connection makes room."""
+    owner = start(limits=TcpServerLimits(connections=1))
+    raw = greet(dial(owner))
+    slots = list(range(ARENA_BYTES // 4096)) * 8  # 256 KiB of words: in both sides' buffers
+    raw.sendall(struct.pack(f"<II{len(slots)}I", 2, len(slots), *slots))
+    peer = peer_of(owner, raw)
+    assert raw.recv(1, socket.MSG_PEEK)
+    until_idle(peer)
+    serve_one(owner, greet(dial(owner)))
+    assert receive(raw, 16 + 8 * len(slots))[16:] == owner.words[slots].tobytes()
+    assert raw.recv(1) == b""
+
+
+def test_a_dropped_reader_sees_it_before_its_next_read(start: Callable[..., LocalOwner], dial: Dial) -> None:
+    owner = start(limits=TcpServerLimits(connections=1))
+    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    assert connection.read([descriptor(0, 4096, 0)], poisoned(4096), 5.0).status is ReadStatus.DONE
+    assert connection.is_open
+    until(lambda: all(peer.idle_since is not None for peer in owner.server._peers))
+    serve_one(owner, greet(dial(owner)))
+    until(lambda: not connection.is_open)
+    connection.close()
+
+
+def test_a_read_without_its_fence_ends_like_an_exchange(start: Callable[..., LocalOwner], dial: Dial) -> None:
+    """Else a peer could hold its place as busy for as long as it may be idle."""
+    owner = start(limits=TcpServerLimits(exchange_s=0.05))
+    raw = greet(dial(owner))
+    raw.sendall(READ)
+    until(lambda: owner.server.connection_count == 0)
 
 
 # -- every phase ends -----------------------------------------------------------------------------------------

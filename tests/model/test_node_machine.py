@@ -1,0 +1,62 @@
+"""Random steps of `node_machine`: a few short ones by hypothesis, long walks by seed, and walks with a guard off."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from kvstore.node import slots
+from kvstore.node.chunks import Chunk
+from kvstore.node.core import NodeCore
+from kvstore.node.pool import Pool
+from kvstore.node.reservations import Reservations
+from tests.model.node_machine import NodeMachine, RoomNodeMachine, WideNodeMachine, walk
+
+VARIANTS = (NodeMachine, WideNodeMachine, RoomNodeMachine)
+BOUNDS = settings(max_examples=15, stateful_step_count=30)
+TestNode = pytest.mark.slow(NodeMachine.TestCase)
+TestRoom = pytest.mark.slow(RoomNodeMachine.TestCase)
+TestWide = pytest.mark.slow(WideNodeMachine.TestCase)
+TestNode.settings = TestRoom.settings = TestWide.settings = BOUNDS
+
+
+@pytest.fixture(autouse=True)
+def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extents of four slots, so that the arena has several."""
+    monkeypatch.setattr(slots, "EXTENT_BYTES", 1)
+    monkeypatch.setattr(slots, "EXTENT_SLOTS", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_long_walk_keeps_the_laws(variant: type[NodeMachine]) -> None:
+    walk(variant(), seed=2, steps=1200)
+
+
+def without_holds(chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
+    return not chunk.pending and all(child in chosen for child in chunk.children())
+
+
+def without_children(chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
+    return not chunk.holds and not chunk.pending
+
+
+GUARDS = {
+    "quarantine": (Reservations, "quarantine", Reservations.abort),
+    "leases and pins": (Pool, "_may_go", staticmethod(without_holds)),
+    "leaf first": (Pool, "_may_go", staticmethod(without_children)),
+    "late commits": (
+        NodeCore,
+        "_attempt",
+        lambda core, number, attempt: core.session(number).writer.attempts.get(attempt),
+    ),
+    "told with the parent only": (Chunk, "is_root", property(lambda chunk: True)),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_walk_notices_a_guard_that_is_off(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement = GUARDS[guard]
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises(AssertionError):
+        walk(NodeMachine(), seed=0, steps=3000)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.client.values import Bytes, Destination
 from kvstore.errors import DeadlineExceeded, KvStoreError, NotFound, SessionLost, StaleReference
@@ -90,17 +90,17 @@ class Peer:
             self.api.register_namespace(namespace, geometry, written_here, deadline_s)
             self._written.add(place)
 
-    def take(self, deadline_s: float) -> Connection:
-        """A connection for one thread."""
+    def take(self, deadline_s: float) -> tuple[Connection, bool]:
+        """(a connection for one thread, whether it was kept from an earlier read)."""
         while True:
             with self._lock:
                 kept = self._idle.pop() if self._idle else None
             if kept is None:
                 break
             if kept.is_open:
-                return kept
+                return kept, True
             kept.close()  # the owner has ended it meanwhile
-        return self._transport.connect(self.info.data_address, self.info.epoch, deadline_s)
+        return self._transport.connect(self.info.data_address, self.info.epoch, deadline_s), False
 
     def give_back(self, connection: Connection, *, healthy: bool) -> None:
         """Keep a healthy connection for the next read, close any other."""
@@ -156,20 +156,43 @@ def read_remote(
     by_chunk: list[list[ShardPlace]] = [[] for _ in range(answer.run)]
     for place in answer.places:
         by_chunk[place.index].append(place)
-    run = _Run(staging, namespace.layout, rectangle, destination, first, verify)
-    connection = None
     try:
-        connection = peer.take(_left(end_s))
-        done, reason = run.read(connection, by_chunk, executor, end_s)
-    except DeadlineExceeded:
-        done, reason = 0, MissReason.DEADLINE
-    except KvStoreError:
-        done, reason = 0, MissReason.UNREACHABLE
+        result = _read_places(
+            peer, staging, namespace, by_chunk, rectangle, destination, first, end_s, executor, verify
+        )
     finally:
-        if connection is not None:
-            peer.give_back(connection, healthy=run.healthy)
         _release(peer, answer, end_s)
-    return RemoteRead(done, reason if done < answer.run else answer.reason, run.moved)
+    return result if result.chunks < answer.run else replace(result, reason=answer.reason)
+
+
+def _read_places(
+    peer: Peer,
+    staging: Staging,
+    namespace: Namespace,
+    by_chunk: list[list[ShardPlace]],
+    rectangle: Rectangle,
+    destination: Destination,
+    first: int,
+    end_s: float,
+    executor: Executor,
+    verify: bool,
+) -> RemoteRead:
+    """Deliver resolved chunks. A kept connection that fails at once is made anew: its owner may just have ended it."""
+    while True:
+        run = _Run(staging, namespace.layout, rectangle, destination, first, verify)
+        connection, kept = None, False
+        try:
+            connection, kept = peer.take(_left(end_s))
+            done, reason = run.read(connection, by_chunk, executor, end_s)
+        except DeadlineExceeded:
+            done, reason = 0, MissReason.DEADLINE
+        except KvStoreError:
+            done, reason = 0, MissReason.UNREACHABLE
+        finally:
+            if connection is not None:
+                peer.give_back(connection, healthy=run.healthy)
+        if not (kept and done == 0 and reason is MissReason.UNREACHABLE):
+            return RemoteRead(done, reason, run.moved)
 
 
 class _Run:

@@ -245,7 +245,9 @@ class CatalogWriter:
         if namespace.id in self.namespaces:
             return self.namespaces.index(namespace.id) + 1
         if len(self.namespaces) >= NAMESPACE_LIMIT:
-            raise LimitExceeded(f"this node knows {NAMESPACE_LIMIT} namespaces already; remove some or restart it")
+            raise LimitExceeded(
+                f"this node knows {NAMESPACE_LIMIT} namespaces already; restart the node to forget unused ones"
+            )
         text = namespace.canonical
         if len(text) > DESCRIPTION_BYTES - _LENGTH_BYTES:
             raise LimitExceeded(
@@ -273,7 +275,9 @@ class CatalogWriter:
                     )
                 return
         if len(self.geometries) >= GEOMETRY_LIMIT:
-            raise CapacityExhausted(f"this node knows {GEOMETRY_LIMIT} geometries already")
+            raise CapacityExhausted(
+                f"this node knows {GEOMETRY_LIMIT} geometries already; restart the node to forget unused ones"
+            )
         at = self.shape.geometries_offset // 8 + len(self.geometries) * GEOMETRY_WORDS
         with self._directory():
             self._words[at] = namespace_number | geometry.digest << 32

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch, LimitExceeded, NotFound, SessionLost
 from kvstore.metadata import Batch, EventKind, IndexEvent
@@ -41,7 +41,11 @@ REMOTE_IDLE_S = 120.0
 """A session without a socket ends when no call named it for this long."""
 EVENTS_LIMIT = 200_000
 """Index events kept for the publisher; beyond that it must send a snapshot."""
+SNAPSHOT_STEP_CHUNKS = 1000
+"""Chunks of a snapshot that are looked at in one turn of the loop: about 2 ms."""
 
+
+_Steps = Generator[None, None, list[Batch]]
 
 _Event = tuple[EventKind, bytes, bytes, bytes, int]
 """An IndexEvent without its tier, as a tuple: one is made for every commit and eviction."""
@@ -102,7 +106,8 @@ class NodeCore:
         self._news = False
         self._first_sequence = 1
         self._overflowed = False
-        self._geometries: list[tuple[bytes, Geometry]] = []
+        self._geometries: dict[tuple[bytes, Geometry], int] = {}
+        """(namespace id, geometry) -> number of the newest event when it became known; these numbers only grow."""
 
     # --- sessions ----------------------------------------------------------------------------------------
 
@@ -185,8 +190,8 @@ class NodeCore:
     def know(self, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int]) -> KnownNamespace:
         """Know a namespace, and a geometry with exactly those of its rectangles that are written here."""
         space = self.pool.register(namespace, geometry, written_here)
-        if geometry is not None and (namespace.id, geometry) not in self._geometries:
-            self._geometries.append((namespace.id, geometry))
+        if geometry is not None:
+            self._geometries.setdefault((namespace.id, geometry), self.last_sequence)
         return space
 
     def reserve(self, session: int, keys: Keys, shard: int, ticket_id: bytes) -> ReserveAnswer:
@@ -315,18 +320,31 @@ class NodeCore:
     # --- index events ------------------------------------------------------------------------------------
 
     def take_batch(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> list[Batch]:
+        """All steps of `batch_steps` in one go."""
+        steps = self.batch_steps(acknowledged, limit, resync=resync, lease_ms=lease_ms)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                batches: list[Batch] = end.value
+                return batches
+
+    def batch_steps(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> _Steps:
         """What to publish next: events after `acknowledged`, or with `resync` (or after an overflow) a snapshot.
 
-        Sequence numbers go on through a snapshot, so that a lost answer is only a repeat.
+        A generator that returns it; other calls of the core may come between its steps, but no second one of this.
+        Sequence numbers go on through a snapshot, so that a lost answer is only a repeat. A geometry is sent with
+        every snapshot, and otherwise until an event that came after it is acknowledged.
         """
         self._news = False
         if resync or self._overflowed or acknowledged + 1 < self._first_sequence:
-            return self._snapshot(limit, lease_ms)
+            return (yield from self._snapshot_steps(limit, lease_ms))
         while self._events and self._first_sequence <= acknowledged:
             self._events.popleft()
             self._first_sequence += 1
         events = [IndexEvent(*event, Tier.DRAM) for event in islice(self._events, limit)]
-        return [Batch(self.info, self._first_sequence, events, list(self._geometries), lease_ms=lease_ms)]
+        new = takewhile(lambda known: known[1] >= acknowledged, reversed(self._geometries.items()))
+        return [Batch(self.info, self._first_sequence, events, [pair for pair, _ in new], lease_ms=lease_ms)]
 
     def forget_events(self) -> None:
         """Drop events that nobody will publish (a pool without an index)."""
@@ -343,27 +361,39 @@ class NodeCore:
         """Number of the newest event."""
         return self._first_sequence + len(self._events) - 1
 
-    def _snapshot(self, limit: int, lease_ms: int) -> list[Batch]:
-        """Everything that the index may know, parents before children, under fresh sequence numbers."""
+    def _snapshot_steps(self, limit: int, lease_ms: int) -> _Steps:
+        """Everything that the index may know, under fresh sequence numbers; parents mostly before children.
+
+        Events that happen between the steps are numbered behind the snapshot, whether it saw their effect or not.
+        The index does not mind: a PUBLISH of what it has sets the same again, a WITHDRAW of what it has not does
+        nothing, and a shard without such an event did not change. So it is right after the last of them.
+        """
         first = self.last_sequence + 1
+        self._first_sequence = first
         self._events.clear()
         self._overflowed = False
-        events: list[IndexEvent] = []
-        stack = [c for c in self.pool.forest.chunks.values() if c.published and c.is_root]
-        while stack:
-            chunk = stack.pop()
-            events.extend(
-                IndexEvent(EventKind.PUBLISH, chunk.space.id, chunk.key, chunk.parent_key, shard, Tier.DRAM)
-                for shard in chunk.copies
-            )
-            stack.extend(child for child in chunk.children() if child.published)
-        self._first_sequence = first + len(events)
-        batches = []
-        for start in range(0, max(len(events), 1), limit):
-            batch = Batch(
-                self.info, first + start, events[start : start + limit], list(self._geometries), start == 0, lease_ms
-            )
-            batches.append(batch)
+        done = False
+        try:
+            events: list[IndexEvent] = []
+            for number, chunk in enumerate(list(self.pool.forest.chunks.values()), 1):
+                if chunk.published:
+                    events.extend(
+                        IndexEvent(EventKind.PUBLISH, chunk.space.id, chunk.key, chunk.parent_key, shard, Tier.DRAM)
+                        for shard in chunk.copies
+                    )
+                if not number % SNAPSHOT_STEP_CHUNKS:
+                    yield
+            done = True
+        finally:
+            if not done:  # given up: the events from before are gone, so it has to be another snapshot
+                self._overflowed = True
+        self._first_sequence += len(events)  # an overflow meanwhile has moved it on, and leaves a gap
+        batches = [
+            Batch(self.info, first + start, events[start : start + limit], lease_ms=lease_ms)
+            for start in range(0, max(len(events), 1), limit)
+        ]
+        # Geometries that became known meanwhile are among them: nobody else gets a turn from here on.
+        batches[0] = replace(batches[0], geometries=list(self._geometries), snapshot_begin=True)
         return batches
 
     def _publish(self, kind: EventKind, chunk: Chunk, shard: int) -> None:

@@ -23,7 +23,8 @@ ENTRY_WORDS: Final = 8
 BUCKET_ENTRIES: Final = 4
 RECORD_WORDS: Final = 8
 NAMESPACE_LIMIT: Final = 4096
-GEOMETRY_LIMIT: Final = 512
+GEOMETRY_LIMIT: Final = 4096
+"""As many as namespaces: each writer's namespace lists one. Records that nobody wrote take no memory."""
 GEOMETRY_WORDS: Final = 2 + 256
 """A geometry record: namespace number u32 | digest u32, rectangle count u64, then one u64 a rectangle."""
 DESCRIPTION_BYTES: Final = 4096

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvstore.errors import LimitExceeded
-from kvstore.metadata import EventKind
+from kvstore.metadata import GEOMETRIES_A_NAMESPACE_LIMIT, EventKind
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.values import Tier
@@ -74,10 +74,15 @@ class Pool:
     # --- namespaces --------------------------------------------------------------------------------------
 
     def register(self, namespace: Namespace, geometry: Geometry | None, written_here: Iterable[int]) -> KnownNamespace:
-        """Know a namespace and, for writers, a geometry and which of its rectangles come to this node."""
+        """Know a namespace and, for writers, a geometry and which of its rectangles come to this node.
+
+        Raises LimitExceeded over 64 geometries: the index takes no more, and would refuse all news of this node.
+        """
         if namespace.layout.chunk_tokens > TOKENS_LIMIT:
             raise LimitExceeded(f"a chunk has at most {TOKENS_LIMIT} tokens, not {namespace.layout.chunk_tokens}")
         space = self.spaces.get(namespace.id)
+        if space is not None and geometry is not None and geometry.digest not in space.geometries:
+            _check_room(space)
         if space is None:
             space = KnownNamespace(namespace, self.catalog.add_namespace(namespace))
             self.spaces[namespace.id] = space
@@ -318,6 +323,14 @@ class Pool:
             for copy in chunk.copies.values():
                 assert self.catalog.generation(copy.slot) == copy.generation and copy.generation % 2 == 0
             assert not chunk.published or chunk.is_root or chunk.parent is None or chunk.parent.published
+
+
+def _check_room(space: KnownNamespace) -> None:
+    if len(space.geometries) >= GEOMETRIES_A_NAMESPACE_LIMIT:
+        raise LimitExceeded(
+            f"{space.namespace.title} has {GEOMETRIES_A_NAMESPACE_LIMIT} geometries on this node already; "
+            "use one of them, or restart the node to forget unused ones"
+        )
 
 
 def _depth(chunk: Chunk) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -26,6 +27,9 @@ from kvstore.rpc.handshake import Kind
 
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 1.0
+"""Time without new clients after one found no descriptor left."""
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 CALLS_LIMIT = 64
 """Calls of one session under way at a time."""
 
@@ -54,6 +58,7 @@ class SessionServer:
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
+        self._complained = False
 
     def start(self) -> None:
         """Bind and listen. Raises ConfigurationError if another live node owns the path."""
@@ -74,13 +79,33 @@ class SessionServer:
         self._loop.add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             peer, _ = listener.accept()
-            peer.setblocking(False)
-            connection = _Connection(
-                self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._serve, self._seat
-            )
-            self._connections.add(connection)
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as exc:
+            if exc.errno not in _NO_ROOM:
+                raise
+            self._pause(listener, exc)
+            return
+        self._complained = False
+        peer.setblocking(False)
+        connection = _Connection(
+            self._core, self._catalog_fd, self._arena, peer, self._connections.discard, self._serve, self._seat
+        )
+        self._connections.add(connection)
+
+    def _pause(self, listener: socket.socket, exc: OSError) -> None:
+        """Leave the listener alone for a while: it stays readable, and the loop would do nothing but try again."""
+        if not self._complained:
+            logger.warning("no new clients for now: %s; raise the limit of open files (ulimit -n)", exc)
+            self._complained = True
+        self._loop.remove_reader(listener)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._resume, listener)
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener is self._listener:  # not stopped meanwhile
+            self._loop.add_reader(listener, self._accept, listener)
 
     def stop(self) -> None:
         """Close the listener and all sessions; the path is removed."""

@@ -55,7 +55,15 @@ class ReadResult:
 
 
 class Connection(Protocol):
-    """A path to one node incarnation (address and epoch). Not shared between threads."""
+    """A path to one node incarnation (address and epoch). Not shared between threads, but for `cancel`."""
+
+    @property
+    def is_open(self) -> bool:
+        """False once either side has closed, as far as this side can have heard of it.
+
+        Costs no message and never waits. Whoever keeps connections asks before he uses one again: an owner drops
+        connections that are idle. True is no promise: the owner may close right after the answer.
+        """
 
     def read(
         self, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8], deadline_s: float
@@ -66,8 +74,14 @@ class Connection(Protocol):
         but DONE the connection is closed and must be made anew.
         """
 
+    def cancel(self) -> None:
+        """End the read that is going on, from another thread: it returns CANCELLED, unless it was done.
+
+        The connection is of no use afterwards: a later read returns CANCELLED too. Idempotent.
+        """
+
     def close(self) -> None:
-        """End the path. Idempotent."""
+        """End the path. Idempotent. Not while another thread reads: `cancel` first."""
 
 
 class Transport(Protocol):

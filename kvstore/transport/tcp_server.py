@@ -51,7 +51,7 @@ from kvstore.transport.tcp import (
 )
 
 CONNECTION_LIMIT: Final = 128
-"""Connections, and threads, at a time; one more is refused as busy."""
+"""Connections, and threads, at a time; one more takes the place of the one idle longest, or is refused as busy."""
 
 SAME_HOST_SEND_BUFFER_BYTES: Final = 1 << 18
 """Send buffer of connections whose two ends have one address: 3.5 GB/s on loopback, 2.0 with the kernel's own
@@ -72,9 +72,9 @@ class TcpServerLimits:
     hello_s: float = 5.0
     """From accept to the end of the hand-shake."""
     idle_s: float = 300.0
-    """Between requests; the reader then connects anew."""
+    """Between exchanges, and shorter when others need the place; the reader then connects anew."""
     exchange_s: float = 60.0
-    """From a request's first byte to the last byte of its answer."""
+    """From a request's first byte to the last byte of its answer; and from a read's last byte to its fence."""
     parting_s: float = 1.0
     """For a refused peer to take its answer."""
 
@@ -84,6 +84,8 @@ class _Peer:
     socket: socket.socket
     ends_at: float
     thread: threading.Thread | None = None
+    idle_since: float | None = None
+    """When its last exchange ended; None within one, which for a read includes the way to its fence."""
 
 
 class TcpServer:
@@ -187,6 +189,7 @@ class TcpServer:
     def _welcome(self, accepted: socket.socket) -> None:
         peer = _Peer(accepted, time.monotonic() + self._limits.hello_s)
         peer.thread = threading.Thread(target=self._serve, args=(peer,), name="tcp-serve", daemon=True)
+        self._make_room()
         with self._lock:
             refused = len(self._peers) >= self._limits.connections or self._stopping.is_set()
             if not refused:
@@ -201,6 +204,19 @@ class TcpServer:
             with accepted, contextlib.suppress(OSError):
                 accepted.send(frame, socket.MSG_DONTWAIT)
 
+    def _make_room(self) -> None:
+        """At the limit, end the connection that has been idle longest, if one is idle: its keeper lost interest."""
+        with self._lock:
+            full = len(self._peers) >= self._limits.connections
+            idle = [(peer.idle_since, peer) for peer in self._peers if full and peer.idle_since is not None]
+            idle.sort(key=lambda pair: pair[0])
+            leaver = next((peer for _, peer in idle if not _has_unread(peer.socket)), None)
+            if leaver is None:
+                return
+            _shut(leaver.socket)  # no reset: the last answer may still be on its way
+        if leaver.thread is not None:
+            leaver.thread.join(_SWEEP_S)  # it has nothing to do but to leave
+
     def _drop_late(self) -> None:
         now = time.monotonic()
         with self._lock:
@@ -214,8 +230,10 @@ class TcpServer:
         try:
             try:
                 self._hello(peer)
+                fence_due = False
                 while True:
-                    self._exchange(peer)
+                    self._await_request(peer, fence_due)
+                    fence_due = self._answer(peer) is RequestKind.READ
             except Refusal as exc:
                 self._part(peer, exc)
         except OSError:
@@ -243,11 +261,21 @@ class TcpServer:
         body = HELLO_BODY.pack(self._epoch, self._arena_bytes)
         peer.socket.sendall(ANSWER.pack(AnswerStatus.OK, 0, len(body)) + body)
 
-    def _exchange(self, peer: _Peer) -> None:
-        peer.ends_at = time.monotonic() + self._limits.idle_s
-        head = _receive(peer.socket, 1)
-        peer.ends_at = time.monotonic() + self._limits.exchange_s
-        kind, count = REQUEST.unpack(head + _receive(peer.socket, REQUEST.size - 1))
+    def _await_request(self, peer: _Peer, fence_due: bool) -> None:
+        """Return when a request's first byte is there; it stays in the socket until the peer no longer counts as idle,
+        so that `_make_room` never takes a peer that has asked for something."""
+        now = time.monotonic()
+        with self._lock:
+            peer.idle_since = None if fence_due else now
+            peer.ends_at = now + (self._limits.exchange_s if fence_due else self._limits.idle_s)
+        if not peer.socket.recv(1, socket.MSG_PEEK):
+            raise ConnectionResetError("the peer closed the connection, or was idle and had to make room")
+        with self._lock:
+            peer.idle_since = None
+            peer.ends_at = time.monotonic() + self._limits.exchange_s
+
+    def _answer(self, peer: _Peer) -> RequestKind:
+        kind, count = REQUEST.unpack(_receive(peer.socket, REQUEST.size))
         if not 1 <= count <= COUNT_LIMIT:
             _refuse(f"a request has 1..{COUNT_LIMIT} entries, not {count}")
         if kind == RequestKind.READ:
@@ -258,6 +286,7 @@ class TcpServer:
             self._send_words(peer.socket, slots)
         else:
             _refuse(f"no request is of kind {kind}")
+        return RequestKind(kind)
 
     def _send_payload(self, connected: socket.socket, ranges: npt.NDArray[np.uint64]) -> None:
         offsets, lengths = ranges[:, 0], ranges[:, 1]
@@ -352,6 +381,12 @@ def _receive(connected: socket.socket, length: int) -> bytes:
             raise ConnectionResetError("the peer closed the connection")
         parts += part
     return bytes(parts)
+
+
+def _has_unread(connected: socket.socket) -> bool:
+    with contextlib.suppress(OSError):  # nothing there; or it is at its end already
+        return bool(connected.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return False
 
 
 def _drop(peer: _Peer) -> None:

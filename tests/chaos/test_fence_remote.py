@@ -132,7 +132,7 @@ def reuse_behind_sendfile(far: Far) -> None:
         far.transport.hold_for_tests(None)
         assert reused.wait(20)
 
-    far.peer.take(5.0).close()  # a connection that was kept would know nothing of the hold
+    far.peer.take(5.0)[0].close()  # a connection that was kept would know nothing of the hold
     far.node.tcp.hold_for_tests(reuse)
     far.transport.hold_for_tests(wait)
 
@@ -371,7 +371,7 @@ def test_late_bytes_of_a_stopped_node_touch_nothing_that_is_in_use(tmp_path: Pat
 
     assert read(10.0).chunks == size.chunks
     pages[:] = POISON
-    peer.take(5.0).close()  # the next read connects anew, with the hold
+    peer.take(5.0)[0].close()  # the next read connects anew, with the hold
 
     def stop() -> None:
         node.process.send_signal(signal.SIGSTOP)

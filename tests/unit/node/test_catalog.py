@@ -251,7 +251,7 @@ def test_namespaces_keep_their_number_and_have_a_bound(monkeypatch: pytest.Monke
     writer = make()
     other = Namespace("model", "r2", LAYOUT)
     assert [writer.add_namespace(each) for each in (SPACE, other, SPACE)] == [1, 2, 1]
-    with pytest.raises(LimitExceeded, match="2 namespaces"):
+    with pytest.raises(LimitExceeded, match="2 namespaces already; restart the node"):
         writer.add_namespace(Namespace("model", "r3", LAYOUT))
     assert writer._words[Header.NAMESPACES] == 2
 
@@ -274,7 +274,7 @@ def test_geometries_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "GEOMETRY_LIMIT", 1)
     writer = make()
     writer.add_geometry(1, Geometry.whole(LAYOUT))
-    with pytest.raises(CapacityExhausted, match="1 geometries"):
+    with pytest.raises(CapacityExhausted, match="1 geometries already; restart the node"):
         writer.add_geometry(1, Geometry.parallel(LAYOUT, tp=2))
 
 

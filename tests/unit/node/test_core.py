@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Generator
 
 import pytest
 
 from kvstore.errors import CapacityExhausted, LayoutMismatch, LimitExceeded, NotFound, SessionLost
-from kvstore.metadata import Batch, EventKind
+from kvstore.metadata import GEOMETRIES_A_NAMESPACE_LIMIT, Batch, EventKind
 from kvstore.metadata.embedded import EmbeddedIndex
-from kvstore.model.layout import Geometry, Rectangle
+from kvstore.model.layout import Dtype, Geometry, PageLayout, Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
 from kvstore.node import LEASE_LIMIT_MS, TICKET_LIFETIME_MS, core
 from kvstore.node.core import REMOTE_IDLE_S
+from kvstore.node.memory import GEOMETRY_LIMIT, NAMESPACE_LIMIT
 from tests.unit.node.small_node import SMALL, SmallNode, keys_of, namespace
 
 SPACE = namespace()
@@ -358,3 +360,116 @@ def test_a_pool_without_an_index_keeps_no_events(node: SmallNode) -> None:
     assert node.core.stats()["events_waiting"] == 0 and node.core.last_sequence == 4
     batch: Batch = node.core.take_batch(0, 9, resync=False, lease_ms=1000)[0]
     assert batch.snapshot_begin and batch.first_sequence == 5
+
+
+def advance(steps: Generator[None, None, list[Batch]]) -> list[Batch] | None:
+    """One step; the batches at the last one."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        batches: list[Batch] = end.value
+        return batches
+    return None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_happens_during_a_snapshot_is_told_behind_it(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 1)
+    node, index, rng = SmallNode(slots=64), EmbeddedIndex(), random.Random(seed)
+    session = node.open(SPACE)
+    prompts = [keys_of(SPACE, number, 4) for number in range(6)]
+    for keys in prompts:
+        node.store(session, keys)
+    steps = node.core.batch_steps(0, 3, resync=True, lease_ms=60_000)
+    turns = 0
+    while (batches := advance(steps)) is None:
+        turns += 1
+        keys = rng.choice(prompts)
+        if keys[0] in node.core.pool.forest.chunks:
+            node.core.remove(session.number, SPACE.id, [keys[rng.randrange(4)]])
+        else:
+            node.store(session, keys)
+        node.core.check()
+    assert turns == 24
+    for batch in batches:
+        assert not index.publish(batch).resync
+    acknowledged = index.nodes()[0].applied_sequence
+    while acknowledged < node.core.last_sequence:
+        acknowledged = follow(node, index, acknowledged)
+    forest = node.core.pool.forest.chunks.values()
+    assert known(index) == {(chunk.key, shard) for chunk in forest if chunk.published for shard in chunk.copies}
+
+
+@pytest.mark.parametrize("end", ["given up", "overflow"])
+def test_a_snapshot_that_came_to_nothing_is_followed_by_another(
+    node: SmallNode, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 1)
+    monkeypatch.setattr(core, "EVENTS_LIMIT", 5)
+    session, index = node.open(SPACE), EmbeddedIndex()
+    node.store(session, KEYS)
+    steps = node.core.batch_steps(0, 3, resync=True, lease_ms=60_000)
+    assert advance(steps) is None
+    if end == "given up":
+        steps.close()
+    else:
+        for number in range(2, 4):
+            node.store(session, keys_of(SPACE, number, 4))
+        while (batches := advance(steps)) is None:
+            pass
+        for batch in batches:
+            index.publish(batch)
+    (first, *_) = batches = node.core.take_batch(node.core.last_sequence, 3, resync=False, lease_ms=60_000)
+    assert first.snapshot_begin
+    for batch in batches:
+        assert not index.publish(batch).resync
+    assert len(known(index)) == len(node.core.pool.forest)
+
+
+def test_geometries_go_with_snapshots_and_while_they_are_new(node: SmallNode) -> None:
+    def sent(acknowledged: int, *, resync: bool = False) -> set[Geometry]:
+        batch = node.core.take_batch(acknowledged, 9, resync=resync, lease_ms=1000)[0]
+        return {geometry for _, geometry in batch.geometries}
+
+    whole = Geometry.whole(SMALL)
+    session = node.open(SPACE)
+    assert sent(0) == {whole}
+    node.store(session, KEYS)
+    assert sent(0) == sent(0) == {whole}, "a lost answer is a repeat"
+    assert not sent(4)
+    node.open(SPACE, HALVES)
+    assert sent(4) == {HALVES}
+    node.store(session, keys_of(SPACE, 2, 1))
+    assert sent(4) == {HALVES} and not sent(5)
+    assert sent(5, resync=True) == {whole, HALVES}
+
+
+def test_a_geometry_that_comes_during_a_snapshot_goes_with_it(node: SmallNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 1)
+    node.store(node.open(SPACE), KEYS)
+    steps = node.core.batch_steps(0, 3, resync=True, lease_ms=1000)
+    assert advance(steps) is None
+    node.open(SPACE, HALVES)
+    while (batches := advance(steps)) is None:
+        pass
+    assert {geometry for _, geometry in batches[0].geometries} == {Geometry.whole(SMALL), HALVES}
+    assert not any(batch.geometries for batch in batches[1:])
+
+
+def test_a_namespace_has_as_many_geometries_as_the_index_takes(node: SmallNode) -> None:
+    layout = PageLayout(80, 2, 4, Dtype.FP32, 4, 1)
+    space, index = namespace(layout), EmbeddedIndex()
+    cuts = [Geometry((Rectangle(0, at, 0, 2), Rectangle(at, 80, 0, 2))) for at in range(1, 66)]
+    for geometry in cuts[:-1]:
+        session = node.open(space, geometry)
+    with pytest.raises(LimitExceeded, match=r"64 geometries .*; use one of them, or restart"):
+        node.core.register_namespace(session.number, space, cuts[-1], ())
+    node.core.register_namespace(session.number, space, cuts[0], ())
+    assert len(node.writer.geometries) == GEOMETRIES_A_NAMESPACE_LIMIT == 64
+    follow(node, index, 0)
+
+
+def test_every_namespace_may_have_a_writer(node: SmallNode) -> None:
+    assert GEOMETRY_LIMIT == NAMESPACE_LIMIT
+    for number in range(600):
+        node.core.know(namespace(revision=f"r{number}"), Geometry.whole(SMALL), [0])

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -284,3 +285,52 @@ def test_a_hundred_hand_shakes_leave_no_descriptor(tmp_path: Path) -> None:
             assert not node.core.sessions
 
     asyncio.run(run())
+
+
+def test_without_a_free_descriptor_the_listener_rests_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions, "ACCEPT_PAUSE_S", 0.05)
+    tries, accept = [], SessionServer._accept
+
+    def counted(server: SessionServer, listener: socket.socket) -> None:
+        tries.append(time.monotonic())
+        accept(server, listener)
+
+    monkeypatch.setattr(SessionServer, "_accept", counted)
+
+    async def run() -> None:
+        async with serving(tmp_path) as node:
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peer.settimeout(5.0)
+            with no_free_descriptor():
+                peer.connect(node.path)
+                await until(lambda: len(tries) >= 3)
+            assert tries[2] - tries[0] >= 0.09, "the loop tried all the time"
+            socket.send_fds(peer, [handshake.describe(Kind.HELLO, HELLO)], [])
+            kind, _, descriptors = await answered(peer)
+            assert kind is Kind.WELCOME
+            for fd in descriptors:
+                os.close(fd)
+            peer.close()
+
+    asyncio.run(run())
+    assert sum("no new clients" in record.message for record in caplog.records) == 1
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Any:
+    """This process cannot open anything more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in taken:
+            os.close(fd)

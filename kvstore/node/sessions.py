@@ -197,6 +197,7 @@ class _Connection:
                 "socket_path": info.socket_path,
                 "catalog_bytes": self._core.pool.catalog.shape.total_bytes,
                 "arena_bytes": self._arena.size_bytes,
+                "populated_bytes": self._arena.populated_bytes,
                 "writable": self._pidfd is not None,
             },
         )

@@ -8,6 +8,7 @@ order, between two private 4 KiB-page mappings. `memcpy_block`: one copy of the 
 from __future__ import annotations
 
 import argparse
+import functools
 import mmap
 import statistics
 import time
@@ -51,54 +52,65 @@ class Destination:
         slot[...] = self._pieces[self._order[index]][layer_start : layer_start + len(slot)]
 
 
-def run(client: Client, count: int, head_page_bytes: int, pages: int, condition: str) -> None:
-    """Read and write, with and without checksums."""
-    rng = np.random.default_rng(7)
-    cache = bind(client, head_page_bytes, pages, checksums=False, revision=f"plain-{head_page_bytes}")
-    checked = bind(client, head_page_bytes, pages, checksums=True, revision=f"checked-{head_page_bytes}")
-    shape = (count, *cache.layout.shape(cache.rectangle))
-    chunk_bytes = cache.layout.chunk_bytes
-    source, target = private(shape), private(shape)
-    rng.random(out=source.reshape(-1).view(np.float64))
-    order = rng.permutation(count).tolist()
-    far = rng.permutation(count).tolist()
-    endpoint = Destination(source, order)
-    landing = Destination(target, far)
-    fresh = iter(range(1 << 30))
+class Workload:
+    """Chunks in random order, stored with and without checksums, beside the same pieces in private memory."""
 
-    def keys_of(owner: Cache) -> Keys:
-        base = next(fresh) * 1_000_003
-        return owner.keys(np.arange(base, base + count * owner.layout.chunk_tokens, dtype=np.int64) % (1 << 31))
+    def __init__(self, client: Client, count: int, head_page_bytes: int, pages: int) -> None:
+        rng = np.random.default_rng(7)
+        self.plain = bind(client, head_page_bytes, pages, checksums=False, revision=f"plain-{head_page_bytes}")
+        self.checked = bind(client, head_page_bytes, pages, checksums=True, revision=f"checked-{head_page_bytes}")
+        shape = (count, *self.plain.layout.shape(self.plain.rectangle))
+        self.count = count
+        self.source, self.target = private(shape), private(shape)
+        rng.random(out=self.source.reshape(-1).view(np.float64))
+        self.order, self.far = rng.permutation(count).tolist(), rng.permutation(count).tolist()
+        self.endpoint = Destination(self.source, self.order)
+        self.landing = Destination(self.target, self.far)
+        self.seconds: dict[Cache, list[float]] = {self.plain: [], self.checked: []}
+        self._fresh = iter(range(1 << 30))
+        self.stored = self.keys_of(self.plain)
+        self.plain.write(self.stored, self.endpoint)
 
-    def write(owner: Cache) -> None:
-        keys = keys_of(owner)
+    def keys_of(self, owner: Cache) -> Keys:
+        """Keys that were never used before."""
+        base = next(self._fresh) * 1_000_003
+        return owner.keys(np.arange(base, base + self.count * owner.layout.chunk_tokens, dtype=np.int64) % (1 << 31))
+
+    def read(self) -> None:
+        result = self.plain.read(self.stored, self.landing)
+        if result.chunks != self.count:
+            raise SystemExit(f"read {result.chunks} of {self.count} chunks: {result.reason}")
+
+    def write(self, owner: Cache) -> None:
+        """One write under fresh keys; `seconds` gets the time without the removal behind it."""
+        keys = self.keys_of(owner)
         began = time.perf_counter()
-        stored = owner.write(keys, endpoint).stored
-        seconds[owner].append(time.perf_counter() - began)
-        if stored != count:
-            raise SystemExit(f"only {stored} of {count} chunks were stored; give the node more memory")
+        stored = owner.write(keys, self.endpoint).stored
+        self.seconds[owner].append(time.perf_counter() - began)
+        if stored != self.count:
+            raise SystemExit(f"only {stored} of {self.count} chunks were stored; give the node more memory")
         owner.remove(keys.slice(0, 1))
 
-    def pieces() -> None:
-        for index in range(count):
-            target[far[index]][...] = source[order[index]]
+    def pieces(self) -> None:
+        for to, of in zip(self.far, self.order, strict=True):
+            self.target[to][...] = self.source[of]
 
-    def block() -> None:
-        target[...] = source
+    def block(self) -> None:
+        self.target[...] = self.source
 
-    seconds: dict[Cache, list[float]] = {cache: [], checked: []}
-    stored = keys_of(cache)
-    cache.write(stored, endpoint)
+    def check(self) -> None:
+        """End the bench if the last read delivered anything else than what was written."""
+        self.read()
+        if not all(np.array_equal(self.target[self.far[i]], self.source[self.order[i]]) for i in range(self.count)):
+            raise SystemExit("wrong bytes")
 
-    def read() -> None:
-        result = cache.read(stored, landing)
-        if result.chunks != count:
-            raise SystemExit(f"read {result.chunks} of {count} chunks: {result.reason}")
 
-    read()
-    if not all(np.array_equal(target[far[i]], source[order[i]]) for i in range(0, count, 17)):
-        raise SystemExit("wrong bytes")
-    took = alternated({"read": read, "memcpy_pieces": pieces, "memcpy_block": block})
+def run(client: Client, count: int, head_page_bytes: int, pages: int, condition: str) -> None:
+    """Read and write, with and without checksums."""
+    work = Workload(client, count, head_page_bytes, pages)
+    work.check()
+    chunk_bytes = work.plain.layout.chunk_bytes
+    total = count * chunk_bytes
     common = {
         "bench": "local",
         "transport": "shm",
@@ -107,7 +119,7 @@ def run(client: Client, count: int, head_page_bytes: int, pages: int, condition:
         "head_page_bytes": head_page_bytes,
         "condition": condition,
     }
-    total = count * chunk_bytes
+    took = alternated({"read": work.read, "memcpy_pieces": work.pieces, "memcpy_block": work.block})
     for against in ("memcpy_pieces", "memcpy_block"):
         report(
             **common,
@@ -118,10 +130,12 @@ def run(client: Client, count: int, head_page_bytes: int, pages: int, condition:
             against_bytes_per_second=total / statistics.median(took[against]),
             ratio=ratio(took["read"], took[against]),
         )
-    cache.remove(stored.slice(0, 1))
-    took = alternated({"plain": lambda: write(cache), "checked": lambda: write(checked), "memcpy_pieces": pieces})
-    for name, owner in (("plain", cache), ("checked", checked)):
-        ours = seconds[owner][-ROUNDS:]
+    work.plain.remove(work.stored.slice(0, 1))
+    owners = {"plain": work.plain, "checked": work.checked}
+    writes = {name: functools.partial(work.write, owner) for name, owner in owners.items()}
+    took = alternated({**writes, "memcpy_pieces": work.pieces})
+    for name, owner in owners.items():
+        ours = work.seconds[owner][-ROUNDS:]
         report(
             **common,
             op="write",

@@ -123,6 +123,7 @@ class CatalogWriter:
         self._generations_word = shape.generations_offset // 8
         self._records_word = shape.records_offset // 8
         self._claimed = bytearray(shape.buckets * BUCKET_ENTRIES)
+        self._loads = bytearray(shape.buckets)
         self.claimed_count = 0
         self.namespaces: list[bytes] = []
         self.geometries: list[tuple[int, Geometry]] = []
@@ -172,15 +173,15 @@ class CatalogWriter:
 
     def claim(self, key: bytes, shard: int) -> int | None:
         """Keep an entry for (key, shard), still invisible. None if both buckets are full."""
-        entry, least = None, BUCKET_ENTRIES
-        for bucket in _buckets(key, shard, self.shape.buckets - 1):
-            used = self._claimed[bucket * BUCKET_ENTRIES : (bucket + 1) * BUCKET_ENTRIES]
-            load = sum(used)
-            if load < least:
-                entry, least = bucket * BUCKET_ENTRIES + used.index(0), load
-        if entry is not None:
-            self._claimed[entry] = 1
-            self.claimed_count += 1
+        first, second = _buckets(key, shard, self.shape.buckets - 1)
+        loads = self._loads
+        bucket = first if loads[first] <= loads[second] else second
+        if loads[bucket] == BUCKET_ENTRIES:
+            return None
+        entry = self._claimed.index(0, bucket * BUCKET_ENTRIES)
+        self._claimed[entry] = 1
+        loads[bucket] += 1
+        self.claimed_count += 1
         return entry
 
     def claim_again(self, entry: int, key: bytes, shard: int) -> bool:
@@ -188,6 +189,7 @@ class CatalogWriter:
         if entry // BUCKET_ENTRIES not in _buckets(key, shard, self.shape.buckets - 1) or self._claimed[entry]:
             return False
         self._claimed[entry] = 1
+        self._loads[entry // BUCKET_ENTRIES] += 1
         self.claimed_count += 1
         self._store_tag(entry, tag_of(key, shard))  # the worker may have died before this store
         return True
@@ -195,6 +197,7 @@ class CatalogWriter:
     def unclaim(self, entry: int) -> None:
         """Give an invisible entry back."""
         self._claimed[entry] = 0
+        self._loads[entry // BUCKET_ENTRIES] -= 1
         self.claimed_count -= 1
 
     def publish(self, entry: int, value: EntryValue) -> None:
@@ -205,7 +208,7 @@ class CatalogWriter:
         for word in (0, 1, 2, 4, 5, 6, 7):
             store(at + word, words[word])
         store(at + 3, value.generation)
-        self._store_tag(entry, tag_of(value.key, value.shard))
+        self._store_tag(entry, _tag(words[0], value.shard))
 
     def withdraw(self, entry: int, slot: int) -> int:
         """Make a shard invisible before its slot is reused; gives the entry back. Returns the new generation."""
@@ -349,7 +352,7 @@ class CatalogWriter:
 
     def check(self) -> None:
         """Invariants: claimed entries are counted; every visible tag belongs to a claimed entry."""
-        assert sum(self._claimed) == self.claimed_count
+        assert sum(self._claimed) == sum(self._loads) == self.claimed_count
         visible = [entry for entry in range(len(self._claimed)) if self._tags[entry]]
         assert all(self._claimed[entry] for entry in visible)
 
@@ -370,12 +373,18 @@ class _DirectoryChange:
 _mixes: dict[int, tuple[int, int]] = {}
 
 
-def hash_words(key: bytes, shard: int) -> tuple[int, int]:
-    """The two hash words of (key, shard): key words, each xored with the shard spread over 64 bits."""
+def _mix(shard: int) -> tuple[int, int]:
+    """The shard id spread over two words."""
     mixes = _mixes.get(shard)
     if mixes is None:
         mixes = _mixes[shard] = (shard * SHARD_MIX_0) % _WORD, (shard * SHARD_MIX_1) % _WORD
-    return int.from_bytes(key[:8], "little") ^ mixes[0], int.from_bytes(key[8:], "little") ^ mixes[1]
+    return mixes
+
+
+def hash_words(key: bytes, shard: int) -> tuple[int, int]:
+    """The two hash words of (key, shard): key words, each xored with the shard spread over 64 bits."""
+    first, second = _mix(shard)
+    return int.from_bytes(key[:8], "little") ^ first, int.from_bytes(key[8:], "little") ^ second
 
 
 def age_of(generation: int) -> int:
@@ -385,7 +394,11 @@ def age_of(generation: int) -> int:
 
 def tag_of(key: bytes, shard: int) -> int:
     """16-bit tag, never 0: high bits of the first hash word."""
-    return hash_words(key, shard)[0] >> 48 | 1
+    return _tag(int.from_bytes(key[:8], "little"), shard)
+
+
+def _tag(first_word: int, shard: int) -> int:
+    return (first_word ^ _mix(shard)[0]) >> 48 | 1
 
 
 def _buckets(key: bytes, shard: int, mask: int) -> tuple[int, int]:

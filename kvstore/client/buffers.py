@@ -11,8 +11,6 @@ from kvstore.client.values import Bytes, Destination, Source
 from kvstore.errors import LayoutMismatch
 from kvstore.model.layout import PageLayout, Rectangle
 
-ALIGNMENT_BYTES = 64
-
 
 class ChunkArray:
     """An array (n, layers, pages, heads, head_page_bytes), uint8, of one rectangle."""

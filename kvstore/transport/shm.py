@@ -275,10 +275,3 @@ class SharedNode:
             except BlockingIOError:
                 self.touches_dropped += len(packets) - place
                 return
-
-
-def aligned_bytes(size: int, alignment: int = 4096) -> npt.NDArray[np.uint8]:
-    """Private zeroed memory whose address is a multiple of `alignment` (a power of two, at most 4096)."""
-    memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)[:size]
-    assert ctypes.c_size_t(memory.ctypes.data).value % alignment == 0
-    return memory

@@ -71,8 +71,9 @@ class _BlockCache:
         run = 0
         while run < len(keys) and keys[run] in self._parents:
             run += 1
+        self._policy.touched(keys[:run])
         self._store(keys, run)
-        self._policy.touched(keys)
+        self._policy.ordered(keys)
         if self._capacity_blocks is not None:
             self._evict(len(self._parents) - self._capacity_blocks)
         return run
@@ -87,7 +88,7 @@ class _BlockCache:
             if parent is not None:
                 self._child_counts[parent] = self._child_counts.get(parent, 0) + 1
             missing.append(keys[index])
-        self._policy.added(missing)
+        self._policy.added(missing, [0] * len(missing))
 
     def _evict(self, count: int) -> None:
         """Take `count` leaves, oldest first; a parent becomes a leaf within the same pass when its last child

@@ -67,6 +67,10 @@ class Outcome(enum.IntEnum):
     """Only from Commit: the reservation had ended."""
     REFUSED_COLLISION = 21
     """The key is stored for other tokens or another parent."""
+    REFUSED_QUOTA = 22
+    """The namespace has as many bytes as it may have, and all of them are held."""
+    REFUSED_DRAINING = 23
+    """The node is being emptied and takes nothing new."""
 
     @property
     def refused(self) -> bool:

@@ -210,7 +210,7 @@ class NodeCore:
         for outcome, count in Counter(answer.outcomes).items():
             self.pool.counts[f"reserve_{outcome.name.lower()}"] += count
         present = [key for key, outcome in zip(keys, answer.outcomes, strict=True) if outcome is Outcome.PRESENT]
-        self.pool.touch(present)
+        self.pool.order(present)
         if ticket_id:
             self._pin(ticket_id, [self.pool.forest.chunks[key] for key in present])
         return answer
@@ -231,7 +231,7 @@ class NodeCore:
             if outcome is Outcome.COMMITTED
         ]
         if last:
-            self.pool.touch(live.key_list)
+            self.pool.order(live.key_list)
         if live.ticket_id:
             found = (self.pool.forest.get(key) for key in done)
             self._pin(live.ticket_id, [chunk for chunk in found if chunk is not None])

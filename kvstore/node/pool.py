@@ -125,7 +125,7 @@ class Pool:
         generation = self.catalog.generation(slot) & ~1
         self.catalog.set_state(slot, SlotState.COMMITTED)
         if not chunk.copies:
-            self._policy(kind.slot_bytes).added([chunk.key])
+            self._policy(kind.slot_bytes).added([chunk.key], [0])
         self._admit(chunk, shard, Copy(slot, generation, entry, kind.slot_bytes, table_hash))
         self.catalog.publish(
             entry,
@@ -164,7 +164,7 @@ class Pool:
         for chunk in sorted(ages, key=ages.__getitem__):
             by_class.setdefault(chunk.class_bytes, []).append(chunk.key)
         for size, keys in by_class.items():
-            self._policy(size).added(keys[::-1])
+            self._policy(size).added(keys[::-1], [0] * len(keys))
         for head in heads:
             self._tell(head, next(iter(head.copies)))
 
@@ -190,6 +190,11 @@ class Pool:
         """These keys were used as one prefix, head first."""
         for policy in self._policies.values():
             policy.touched(keys)
+
+    def order(self, keys: Sequence[bytes]) -> None:
+        """These keys form one prefix, head first, part of which was just stored. Not a use of the rest."""
+        for policy in self._policies.values():
+            policy.ordered(keys)
 
     def remove(self, chunk: Chunk, reason: str) -> None:
         """Take a chunk out of sight at once, with all its committed shards. Its slots are free afterwards."""

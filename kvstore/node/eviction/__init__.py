@@ -1,4 +1,4 @@
-"""Eviction policies: they only order. The pool decides what may go (leaves that nobody holds).
+"""Eviction policies: they only order. The tier decides what may go (leaves that nobody holds).
 
 A policy sees the keys of one slot class of one tier. Live nodes and the simulator use the same objects.
 """
@@ -16,19 +16,29 @@ class EvictionPolicy(Protocol):
 
     name: str
 
-    def added(self, keys: Sequence[bytes]) -> None:
-        """These keys became resident; none was before."""
+    def added(self, keys: Sequence[bytes], first_tokens: Sequence[int]) -> None:
+        """These keys became resident; none was before. It counts as their first use.
+
+        `first_tokens`: for each key, how many tokens of its prompt lie before it (for policies that weigh the cost of
+        computing a chunk again).
+        """
 
     def touched(self, keys: Sequence[bytes]) -> None:
-        """These keys were used as one prefix, head first. Unknown keys are ignored."""
+        """These keys were used again as one prefix, head first. Unknown keys are ignored."""
+
+    def ordered(self, keys: Sequence[bytes]) -> None:
+        """These keys form one prefix, head first, and came piece by piece or beside older ones: order them as one batch
+        just added. Not a use. Unknown keys are ignored."""
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """These keys left, for whatever reason. Unknown keys are ignored."""
 
     def victims(self) -> Iterator[bytes]:
-        """Resident keys, first to go first. The caller skips those it may not evict.
+        """Resident keys, first to go first, each at least once. Ends by itself.
 
-        The policy must not be changed while the iterator is in use.
+        The caller evicts some of those named, and calls `removed` for them when it has left the iterator; the others
+        may not go now and stay. Naming may reorder the policy, as a clock's hand does; only the iterator's consumer may
+        not call anything else meanwhile.
         """
 
     def __len__(self) -> int:

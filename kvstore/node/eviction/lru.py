@@ -18,7 +18,7 @@ class LeafFirstLru:
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()
 
-    def added(self, keys: Sequence[bytes]) -> None:
+    def added(self, keys: Sequence[bytes], first_tokens: Sequence[int]) -> None:
         """Insert at the young end, tail first."""
         for key in reversed(keys):
             self._order[key] = None
@@ -30,6 +30,10 @@ class LeafFirstLru:
         for key in reversed(keys):
             if key in order:
                 order.move_to_end(key)
+
+    def ordered(self, keys: Sequence[bytes]) -> None:
+        """The same: recency is all that counts here."""
+        self.touched(keys)
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Forget."""

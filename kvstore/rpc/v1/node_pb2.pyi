@@ -20,6 +20,8 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_REFUSED_SESSION_LIMIT: _ClassVar[Outcome]
     OUTCOME_REFUSED_STALE: _ClassVar[Outcome]
     OUTCOME_REFUSED_COLLISION: _ClassVar[Outcome]
+    OUTCOME_REFUSED_QUOTA: _ClassVar[Outcome]
+    OUTCOME_REFUSED_DRAINING: _ClassVar[Outcome]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_GRANTED: Outcome
 OUTCOME_PRESENT: Outcome
@@ -31,6 +33,8 @@ OUTCOME_REFUSED_PARENT_MISSING: Outcome
 OUTCOME_REFUSED_SESSION_LIMIT: Outcome
 OUTCOME_REFUSED_STALE: Outcome
 OUTCOME_REFUSED_COLLISION: Outcome
+OUTCOME_REFUSED_QUOTA: Outcome
+OUTCOME_REFUSED_DRAINING: Outcome
 
 class Rectangle(_message.Message):
     __slots__ = ("layer_start", "layer_stop", "head_start", "head_stop")
@@ -209,20 +213,58 @@ class ShardPlace(_message.Message):
     def __init__(self, index: _Optional[int] = ..., shard: _Optional[int] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., table_hash: _Optional[int] = ..., rectangle: _Optional[_Union[Rectangle, _Mapping]] = ..., tier: _Optional[int] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("run", "places", "lease", "lease_ms", "miss_reason", "epoch")
+    __slots__ = ("run", "places", "lease", "lease_ms", "miss_reason", "epoch", "more", "ssd_tokens")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    SSD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     run: int
     places: _containers.RepeatedCompositeFieldContainer[ShardPlace]
     lease: int
     lease_ms: int
     miss_reason: str
     epoch: int
-    def __init__(self, run: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ShardPlace, _Mapping]]] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., miss_reason: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    more: bool
+    ssd_tokens: int
+    def __init__(self, run: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ShardPlace, _Mapping]]] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., miss_reason: _Optional[str] = ..., epoch: _Optional[int] = ..., more: bool = ..., ssd_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("session", "chain", "rectangle")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    RECTANGLE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    chain: Chain
+    rectangle: Rectangle
+    def __init__(self, session: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., rectangle: _Optional[_Union[Rectangle, _Mapping]] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ("present_chunks", "dram_chunks")
+    PRESENT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    present_chunks: int
+    dram_chunks: int
+    def __init__(self, present_chunks: _Optional[int] = ..., dram_chunks: _Optional[int] = ...) -> None: ...
+
+class PersistRequest(_message.Message):
+    __slots__ = ("session", "chain")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    chain: Chain
+    def __init__(self, session: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ...) -> None: ...
+
+class PersistResponse(_message.Message):
+    __slots__ = ("ssd_chunks", "reason")
+    SSD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ssd_chunks: int
+    reason: str
+    def __init__(self, ssd_chunks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session", "leases", "ticket_ids")

@@ -69,6 +69,16 @@ class NodeServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_node__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvstore.v1.NodeService/Prefetch',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
+        self.Persist = channel.unary_unary(
+                '/kvstore.v1.NodeService/Persist',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.PersistRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.PersistResponse.FromString,
+                _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/kvstore.v1.NodeService/Remove',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.RemoveRequest.SerializeToString,
@@ -144,8 +154,22 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Brings keys from slower tiers of this node into its DRAM, as a hint: answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Persist(self, request, context):
+        """Waits until keys lie on the SSD, where a restart of the host finds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Remove(self, request, context):
-        """Removes keys and everything below them, because somebody asked.
+        """Removes keys and everything below them, because somebody asked. Answers when none can come back after a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,6 +232,16 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.ReleaseRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Persist': grpc.unary_unary_rpc_method_handler(
+                    servicer.Persist,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.PersistRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.PersistResponse.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
@@ -419,6 +453,60 @@ class NodeService(object):
             '/kvstore.v1.NodeService/Release',
             kvstore_dot_v1_dot_node__pb2.ReleaseRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeService/Prefetch',
+            kvstore_dot_v1_dot_node__pb2.PrefetchRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Persist(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeService/Persist',
+            kvstore_dot_v1_dot_node__pb2.PersistRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.PersistResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,16 +13,16 @@ A, B, C, D = (letter * 16 for letter in (b"a", b"b", b"c", b"d"))
 
 def test_tails_go_before_heads() -> None:
     policy = LeafFirstLru()
-    policy.added([A, B, C])
+    policy.added([A, B, C], [0, 0, 0])
     assert list(policy.victims()) == [C, B, A]
-    policy.added([D])
+    policy.added([D], [0])
     policy.touched([A, B])
     assert list(policy.victims()) == [C, D, B, A]
 
 
 def test_unknown_keys_change_nothing() -> None:
     policy = LeafFirstLru()
-    policy.added([A])
+    policy.added([A], [0])
     policy.touched([B])
     policy.removed([C])
     assert list(policy.victims()) == [A] and len(policy) == 1

@@ -1,7 +1,8 @@
-"""Prefix hits of a trace without a pool: one cache of so many blocks, the live nodes' own eviction policies.
+"""Prefix hits of a trace without a pool: one node of so many blocks, the live nodes' own eviction policies.
 
 Counted as the published figures are: contiguous hits from the head of each prompt over all blocks; a request's
-blocks are touched from tail to head; room is made after each request. Only leaves leave, as on a node.
+blocks are touched from tail to head; room is made after each request. Only leaves leave, as on a node. Calls of a
+policy follow the live node: hits are touched, what was missing is added, then the whole prompt is put in order.
 """
 
 from __future__ import annotations
@@ -9,29 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvstore.analytics.offline_tiers import SimulatedNode
 from kvstore.analytics.trace import Request
-from kvstore.errors import InvalidRequest
-from kvstore.node.eviction import EvictionPolicy, make_policy
 
 
 @dataclass(slots=True)
 class HitCounts:
-    """What a replay counts, live or simulated. Tokens are prompt tokens; the last block may be partial."""
+    """What a replay counts, live or simulated. Tokens are prompt tokens; the last block may be partial.
+
+    `hit_blocks` are those of both tiers, `ssd_hit_blocks` of them were on the SSD only. `evictions` are blocks that
+    left the node, `lost_blocks` of them went from DRAM without ever having reached the SSD, or having left it.
+    """
 
     requests: int = 0
     blocks: int = 0
     hit_blocks: int = 0
+    ssd_hit_blocks: int = 0
     tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
+    lost_blocks: int = 0
+    ssd_blocks_written: int = 0
 
-    def add(self, request: Request, hit_blocks: int) -> None:
-        """Count one request of which the first `hit_blocks` blocks were found."""
+    def add(self, request: Request, hit_blocks: int, ssd_hit_blocks: int = 0) -> None:
+        """Count one request of which the first `hit_blocks` blocks were found, some of them on the SSD."""
         self.requests += 1
         self.blocks += len(request.hash_ids)
         self.hit_blocks += hit_blocks
+        self.ssd_hit_blocks += ssd_hit_blocks
         self.tokens += request.input_length
         self.hit_tokens += request.tokens_of_first(hit_blocks)
+
+    @property
+    def dram_hit_blocks(self) -> int:
+        """Hit blocks that were in DRAM."""
+        return self.hit_blocks - self.ssd_hit_blocks
 
     @property
     def block_ratio(self) -> float:
@@ -44,67 +57,26 @@ class HitCounts:
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
-def simulate(requests: Iterable[Request], *, capacity_blocks: int | None = None, policy: str = "lru") -> HitCounts:
-    """Run a trace through one cache of `capacity_blocks` blocks (None: room for everything)."""
-    cache = _BlockCache(make_policy(policy), capacity_blocks)
+def simulate(
+    requests: Iterable[Request],
+    *,
+    capacity_blocks: int | None = None,
+    ssd_blocks: int | None = None,
+    policy: str = "lru",
+    admission: str = "always",
+) -> HitCounts:
+    """Run a trace through one node of `capacity_blocks` blocks of DRAM (None: room for everything).
+
+    `ssd_blocks`: room of an SSD behind it (None: there is none), to which `admission` lets everything ("always") or
+    only what was used twice ("second_touch"). Raises ConfigurationError or InvalidRequest naming what is wrong.
+    """
+    node = SimulatedNode(policy, capacity_blocks, ssd_blocks, admission)
     counts = HitCounts()
     for request in requests:
-        counts.add(request, cache.serve([block_id.to_bytes(8, "little") for block_id in request.hash_ids]))
-        counts.evictions = cache.evictions
+        keys = [block_id.to_bytes(8, "little") for block_id in request.hash_ids]
+        found = node.serve(keys, request.block_tokens)
+        counts.add(request, found.blocks, found.ssd_blocks)
+    counts.evictions = node.evictions
+    counts.lost_blocks = node.lost_blocks
+    counts.ssd_blocks_written = node.ssd_blocks_written
     return counts
-
-
-class _BlockCache:
-    """Resident blocks as a forest; invariant: the parent of a resident block is resident."""
-
-    def __init__(self, policy: EvictionPolicy, capacity_blocks: int | None) -> None:
-        if capacity_blocks is not None and capacity_blocks < 0:
-            raise InvalidRequest("capacity_blocks must be >= 0")
-        self._policy = policy
-        self._capacity_blocks = capacity_blocks
-        self._parents: dict[bytes, bytes | None] = {}
-        self._child_counts: dict[bytes, int] = {}
-        self.evictions = 0
-
-    def serve(self, keys: list[bytes]) -> int:
-        """Look up a prompt, store what it lacked, make room. Returns its leading hits in blocks."""
-        run = 0
-        while run < len(keys) and keys[run] in self._parents:
-            run += 1
-        self._policy.touched(keys[:run])
-        self._store(keys, run)
-        self._policy.ordered(keys)
-        if self._capacity_blocks is not None:
-            self._evict(len(self._parents) - self._capacity_blocks)
-        return run
-
-    def _store(self, keys: list[bytes], run: int) -> None:
-        missing = []
-        for index in range(run, len(keys)):
-            if keys[index] in self._parents:
-                continue  # a trace may give one id two parents; the first one counts
-            parent = keys[index - 1] if index else None
-            self._parents[keys[index]] = parent
-            if parent is not None:
-                self._child_counts[parent] = self._child_counts.get(parent, 0) + 1
-            missing.append(keys[index])
-        self._policy.added(missing, [0] * len(missing))
-
-    def _evict(self, count: int) -> None:
-        """Take `count` leaves, oldest first; a parent becomes a leaf within the same pass when its last child
-        goes, and passes repeat because a policy may order a parent before its child."""
-        while count > 0:
-            victims: list[bytes] = []
-            for key in self._policy.victims():
-                if len(victims) == count:
-                    break
-                if self._child_counts.get(key, 0):
-                    continue
-                parent = self._parents.pop(key)
-                if parent is not None:
-                    self._child_counts[parent] -= 1
-                self._child_counts.pop(key, None)
-                victims.append(key)
-            self._policy.removed(victims)
-            self.evictions += len(victims)
-            count -= len(victims)

@@ -47,9 +47,14 @@ class EvictionPolicy(Protocol):
 
 def make_policy(name: str) -> EvictionPolicy:
     """The policy of that name; raises ConfigurationError naming the known ones."""
+    from kvstore.node.eviction.arc import Arc
+    from kvstore.node.eviction.gdsf import Gdsf
     from kvstore.node.eviction.lru import LeafFirstLru
+    from kvstore.node.eviction.s3fifo import S3Fifo
+    from kvstore.node.eviction.sieve import Sieve
 
-    known: dict[str, type[EvictionPolicy]] = {LeafFirstLru.name: LeafFirstLru}
+    policies: tuple[type[EvictionPolicy], ...] = (LeafFirstLru, S3Fifo, Sieve, Arc, Gdsf)
+    known = {policy.name: policy for policy in policies}
     try:
         return known[name]()
     except KeyError:

@@ -1,0 +1,226 @@
+"""One node without bytes: DRAM and, behind it, an SSD, each with an eviction policy of its own.
+
+The rules are the live node's. A block is present if one tier has it. What is found on the SSD is promoted to DRAM and
+stays on the SSD. A cleaner writes the coldest blocks to the SSD ahead of need, ancestors first. Leaves leave first: on
+either tier, a block goes only when no child of it is there. (A node asks more where a block has no other copy: that it
+has no child at all. Both tiers are prefix-closed, so that it cannot have one on the other tier alone.)
+
+Invariants (`check`): each tier holds the parent of every block it holds; it is over its room only within `serve`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+from kvstore.node.eviction import make_policy
+from kvstore.node.eviction.ghosts import GhostList
+
+CLEAN_SHARE = 0.25
+"""Part of DRAM that is to be free or to have a copy on the SSD."""
+
+ADMISSIONS = ("always", "second_touch")
+"""What may be written to the SSD: everything, or what was used twice (or stored again soon after it was lost)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where a block hangs: its parent (None: the head of a prompt) and the tokens before it."""
+
+    parent: bytes | None
+    first_tokens: int
+
+
+Blocks = dict[bytes, Block]
+
+
+class SimulatedTier:
+    """Which blocks one tier holds. None for `room_blocks` = room for everything."""
+
+    def __init__(self, policy: str, room_blocks: int | None, blocks: Blocks) -> None:
+        self.room_blocks = room_blocks
+        self._policy = make_policy(policy)
+        self._blocks = blocks
+        self._children: dict[bytes, int] = {}
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Hold these blocks, head first; none is held yet, their parents are or come with them."""
+        for key in keys:
+            self._children[key] = 0
+            parent = self._blocks[key].parent
+            if parent is not None:
+                self._children[parent] += 1
+        self._policy.added(keys, [self._blocks[key].first_tokens for key in keys])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """One prefix was used."""
+        self._policy.touched(keys)
+
+    def order(self, keys: Sequence[bytes]) -> None:
+        """One prefix was stored or promoted in part."""
+        self._policy.ordered(keys)
+
+    def evict(self) -> list[bytes]:
+        """Drop what is over the room, leaves first, in the policy's order; returns it, children before parents."""
+        gone: list[bytes] = []
+        excess = 0 if self.room_blocks is None else len(self) - self.room_blocks
+        # A policy may name a parent before its child; the next pass finds it without one.
+        while len(gone) < excess:
+            dropped = list(self._drop_leaves(excess - len(gone)))
+            self._policy.removed(dropped)
+            gone += dropped
+        return gone
+
+    def _drop_leaves(self, count: int) -> Iterator[bytes]:
+        for key in self._policy.victims():
+            if self._children.get(key) == 0:
+                del self._children[key]
+                parent = self._blocks[key].parent
+                if parent is not None:
+                    self._children[parent] -= 1
+                yield key
+                count -= 1
+                if not count:
+                    return
+
+    def check(self) -> None:
+        """The tier is prefix-closed and within its room, and its records agree."""
+        assert self.room_blocks is None or len(self) <= self.room_blocks
+        assert len(self) == len(self._policy)
+        children = dict.fromkeys(self._children, 0)
+        for key in self._children:
+            parent = self._blocks[key].parent
+            if parent is not None:
+                children[parent] += 1
+        assert children == self._children
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._children
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Leading blocks of a prompt that were present, and how many of them were on the SSD only."""
+
+    blocks: int
+    ssd_blocks: int
+
+
+class SimulatedNode:
+    """DRAM of `dram_blocks` and, unless `ssd_blocks` is None, an SSD. Counters only grow.
+
+    `evictions`: blocks that left the node. `lost_blocks`: those of them that went from DRAM and had no copy on the SSD.
+    `ssd_blocks_written`: blocks that the cleaner wrote, each time.
+    """
+
+    def __init__(
+        self, policy: str, dram_blocks: int | None, ssd_blocks: int | None = None, admission: str = "always"
+    ) -> None:
+        if (dram_blocks or 0) < 0 or (ssd_blocks or 0) < 0:
+            raise InvalidRequest("capacity_blocks and ssd_blocks must be >= 0")
+        if admission not in ADMISSIONS:
+            raise InvalidRequest(f"unknown admission {admission!r}; known: {', '.join(ADMISSIONS)}")
+        self._blocks: Blocks = {}
+        self._dram = SimulatedTier(policy, dram_blocks, self._blocks)
+        self._ssd = SimulatedTier(policy, ssd_blocks or 0, self._blocks)
+        self._admits_all = admission == "always"
+        # A block lost longer ago than the SSD reaches back would have left the SSD as well.
+        self._lost = GhostList(ssd_blocks or 0)
+        self._to_clean: OrderedDict[bytes, None] = OrderedDict()
+        self._dirty_blocks = 0
+        self.evictions = 0
+        self.lost_blocks = 0
+        self.ssd_blocks_written = 0
+
+    def serve(self, keys: Sequence[bytes], block_tokens: int) -> Found:
+        """Look up a prompt, store what it lacked, make room, write ahead."""
+        run = 0
+        while run < len(keys) and keys[run] in self._blocks:
+            run += 1
+        found = self._use(keys[:run])
+        self._store(keys, run, block_tokens)
+        self._dram.order(keys)
+        self._ssd.order(keys)
+        self._make_room()
+        self._clean()
+        return Found(run, found)
+
+    def _use(self, keys: Sequence[bytes]) -> int:
+        """Touch a prefix on both tiers and promote what is on the SSD only; returns how much that was."""
+        self._dram.touch(keys)
+        self._ssd.touch(keys)
+        for key in reversed(keys):  # the tail is the coldest
+            if key not in self._ssd:
+                self._to_clean[key] = None
+                self._to_clean.move_to_end(key)
+        promoted = [key for key in keys if key not in self._dram]
+        self._dram.add(promoted)
+        return len(promoted)
+
+    def _store(self, keys: Sequence[bytes], run: int, block_tokens: int) -> None:
+        missing = []
+        for index in range(run, len(keys)):
+            if keys[index] not in self._blocks:  # a trace may give one id two parents; the first one counts
+                self._blocks[keys[index]] = Block(keys[index - 1] if index else None, index * block_tokens)
+                missing.append(keys[index])
+        self._dram.add(missing)
+        self._dirty_blocks += len(missing)
+        for key in reversed(missing):
+            if self._lost.take(key) or self._admits_all:
+                self._to_clean[key] = None
+
+    def _make_room(self) -> None:
+        for key in self._dram.evict():
+            if key not in self._ssd:
+                self._to_clean.pop(key, None)
+                self._dirty_blocks -= 1
+                self._lost.add(key)
+                self.lost_blocks += 1
+                self._forget(key)
+
+    def _clean(self) -> None:
+        """Write the coldest blocks until enough of DRAM is free or clean. Each waiting block is tried once a call."""
+        if self._dram.room_blocks is None or not self._ssd.room_blocks:
+            return
+        dirty_limit = int(self._dram.room_blocks * (1 - CLEAN_SHARE))
+        for _ in range(len(self._to_clean)):
+            if self._dirty_blocks <= dirty_limit or not self._to_clean:
+                return
+            self._write(next(iter(self._to_clean)))
+
+    def _write(self, key: bytes) -> None:
+        """Write a block to the SSD, its ancestors before it, and evict there what is over its room."""
+        chain: list[bytes] = []
+        at: bytes | None = key
+        while at is not None and at not in self._ssd:
+            chain.append(at)
+            at = self._blocks[at].parent
+        self._ssd.add(chain[::-1])
+        for each in chain:
+            self._to_clean.pop(each, None)
+        self._dirty_blocks -= len(chain)
+        self.ssd_blocks_written += len(chain)
+        for gone in self._ssd.evict():
+            if gone in self._dram:
+                self._to_clean[gone] = None
+                self._dirty_blocks += 1
+            else:
+                self._forget(gone)
+
+    def _forget(self, key: bytes) -> None:
+        del self._blocks[key]
+        self.evictions += 1
+
+    def check(self) -> None:
+        """All records agree. Called by tests after every step."""
+        self._dram.check()
+        self._ssd.check()
+        assert all(key in self._dram or key in self._ssd for key in self._blocks)
+        dirty = {key for key in self._blocks if key not in self._ssd}
+        assert self._dirty_blocks == len(dirty) and self._to_clean.keys() <= dirty
+        assert not self._admits_all or self._to_clean.keys() == dirty

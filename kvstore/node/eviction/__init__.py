@@ -47,6 +47,18 @@ class EvictionPolicy(Protocol):
 
 def make_policy(name: str) -> EvictionPolicy:
     """The policy of that name; raises ConfigurationError naming the known ones."""
+    known = _policies()
+    if name not in known:
+        raise ConfigurationError(f"unknown eviction policy {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]()
+
+
+def policy_names() -> tuple[str, ...]:
+    """Every name that `make_policy` knows."""
+    return tuple(_policies())
+
+
+def _policies() -> dict[str, type[EvictionPolicy]]:
     from kvstore.node.eviction.arc import Arc
     from kvstore.node.eviction.gdsf import Gdsf
     from kvstore.node.eviction.lru import LeafFirstLru
@@ -54,8 +66,4 @@ def make_policy(name: str) -> EvictionPolicy:
     from kvstore.node.eviction.sieve import Sieve
 
     policies: tuple[type[EvictionPolicy], ...] = (LeafFirstLru, S3Fifo, Sieve, Arc, Gdsf)
-    known = {policy.name: policy for policy in policies}
-    try:
-        return known[name]()
-    except KeyError:
-        raise ConfigurationError(f"unknown eviction policy {name!r}; known: {', '.join(sorted(known))}") from None
+    return {policy.name: policy for policy in policies}

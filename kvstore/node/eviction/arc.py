@@ -101,7 +101,9 @@ class Arc:
 
 def _taken(part: OrderedDict[bytes, None], keys: Sequence[bytes]) -> list[bytes]:
     """Take those of the keys that it holds out of a list."""
-    found = [key for key in keys if key in part]
-    for key in found:
-        del part[key]
+    found = []
+    for key in keys:
+        if key in part:
+            del part[key]
+            found.append(key)
     return found

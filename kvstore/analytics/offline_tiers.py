@@ -119,16 +119,22 @@ class SimulatedNode:
     """
 
     def __init__(
-        self, policy: str, dram_blocks: int | None, ssd_blocks: int | None = None, admission: str = "always"
+        self,
+        policy: str,
+        dram_blocks: int | None,
+        ssd_blocks: int | None = None,
+        admission: str = "always",
+        clean_share: float = CLEAN_SHARE,
     ) -> None:
-        if (dram_blocks or 0) < 0 or (ssd_blocks or 0) < 0:
-            raise InvalidRequest("capacity_blocks and ssd_blocks must be >= 0")
+        if (dram_blocks or 0) < 0 or (ssd_blocks or 0) < 0 or not 0 <= clean_share <= 1:
+            raise InvalidRequest("capacity_blocks and ssd_blocks must be >= 0, clean_share must lie in 0..1")
         if admission not in ADMISSIONS:
             raise InvalidRequest(f"unknown admission {admission!r}; known: {', '.join(ADMISSIONS)}")
         self._blocks: Blocks = {}
         self._dram = SimulatedTier(policy, dram_blocks, self._blocks)
         self._ssd = SimulatedTier(policy, ssd_blocks or 0, self._blocks)
         self._admits_all = admission == "always"
+        self._dirty_limit = int((dram_blocks or 0) * (1 - clean_share))
         # A block lost longer ago than the SSD reaches back would have left the SSD as well.
         self._lost = GhostList(ssd_blocks or 0)
         self._to_clean: OrderedDict[bytes, None] = OrderedDict()
@@ -187,9 +193,8 @@ class SimulatedNode:
         """Write the coldest blocks until enough of DRAM is free or clean. Each waiting block is tried once a call."""
         if self._dram.room_blocks is None or not self._ssd.room_blocks:
             return
-        dirty_limit = int(self._dram.room_blocks * (1 - CLEAN_SHARE))
         for _ in range(len(self._to_clean)):
-            if self._dirty_blocks <= dirty_limit or not self._to_clean:
+            if self._dirty_blocks <= self._dirty_limit or not self._to_clean:
                 return
             self._write(next(iter(self._to_clean)))
 

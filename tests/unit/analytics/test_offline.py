@@ -73,3 +73,10 @@ def test_published_figures(traces_folder: Path, name: str, capacity_blocks: int 
         tokens = {"conversation": 0.3736, "synthetic": 0.6512}[name]
         assert counts.token_ratio == pytest.approx(tokens, abs=0.00005)
         assert counts.evictions == 0
+
+
+def test_policies_get_the_places_of_the_keys() -> None:
+    """With two prompts used once each, GDSF gives up the shorter one although it is the younger."""
+    requests = [request(*range(100)), request(*range(200, 210)), request(300), request(*range(100))]
+    assert simulate(requests, capacity_blocks=110, policy="gdsf").hit_blocks == 100
+    assert simulate(requests, capacity_blocks=110, policy="lru").hit_blocks == 99

@@ -30,6 +30,11 @@ _SPARE_ENTRIES = 1024
 """Outdated heap entries that are kept beyond one a key before the heap is built anew."""
 
 
+def recompute_cost(first_tokens: int) -> float:
+    """Cost of computing a chunk again that begins after so many tokens, in that of the first chunk of a prompt."""
+    return 1 + first_tokens / ATTENTION_EQUAL_TOKENS
+
+
 @dataclass(slots=True)
 class _Worth:
     """What a key is worth. `ticket` names the one heap entry that counts, the newest."""
@@ -55,7 +60,7 @@ class Gdsf:
     def added(self, keys: Sequence[bytes], first_tokens: Sequence[int]) -> None:
         """Worth one use each."""
         for key, tokens in zip(keys, first_tokens, strict=True):
-            self._keys[key] = _Worth(1 + tokens / ATTENTION_EQUAL_TOKENS)
+            self._keys[key] = _Worth(recompute_cost(tokens))
         self._revalue(keys)
 
     def touched(self, keys: Sequence[bytes]) -> None:

@@ -59,7 +59,9 @@ def test_bad_arguments_are_named() -> None:
     ("name", "capacity_blocks", "ratio"),
     [
         ("conversation", 1000, 0.0445),
+        ("conversation", 5859, 0.1361),
         ("conversation", 10_000, 0.2116),
+        ("conversation", 30_000, 0.3257),
         ("conversation", None, 0.3664),
         ("synthetic", 1000, 0.0841),
         ("synthetic", 10_000, 0.4239),

@@ -6,8 +6,8 @@ One JSON line a measurement on stdout.
 
 `op: one_tier`: a node with DRAM for 1,000 / 5,859 / 10,000 / 30,000 chunks. `ratio` = hits / hits of libcachesim's
 policy, which is fed a prompt's blocks head first and knows no chains; `hit_ratio` counts what leads the prompt without
-a gap, for both. `published` = the LRU figure that comes with the traces. `cost_ratio` = share of the prefill's cost that
-the hits save, where a deep chunk costs more: GDSF's measure.
+a gap, for both. `published` = the LRU figure that comes with the traces. `cost_ratio` = share of the prefill's cost
+that the hits save, where a deep chunk costs more: GDSF's measure.
 
 `op: two_tiers` (conversation): DRAM for 5,000 chunks and an SSD for 25,000, by admission and by the part of DRAM that
 the cleaner keeps free or written.

@@ -49,12 +49,15 @@ def test_three_nodes_share_a_trace_of_many_beginnings(traces_folder: Path) -> No
     assert figures["hit_chunk_ratio"] == round(expected.block_ratio, 4)
 
 
-def test_little_room_evicts_as_the_simulation_does(traces_folder: Path) -> None:
-    figures = replay(traces_folder / "synthetic_trace.jsonl", "--room-chunks", "2000", "--requests", "600")
-    expected = simulate(read_trace(traces_folder / "synthetic_trace.jsonl", limit=600), capacity_blocks=2000)
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "sieve", "arc"])
+def test_little_room_evicts_as_the_simulation_does(traces_folder: Path, policy: str) -> None:
+    options = ("--room-chunks", "2000", "--requests", "600", "--eviction", policy)
+    figures = replay(traces_folder / "synthetic_trace.jsonl", *options)
     assert figures["wrong_bytes"] == 0
     assert figures["evictions"] > 0
-    assert figures["hit_chunk_ratio"] == pytest.approx(expected.block_ratio, abs=0.005)
+    computed = replay(traces_folder / "synthetic_trace.jsonl", *options, "--offline")
+    assert computed["hit_chunk_ratio"] == figures["offline_hit_chunk_ratio"]
+    assert figures["hit_chunk_ratio"] == pytest.approx(computed["hit_chunk_ratio"], abs=0.005)
 
 
 def test_the_whole_synthetic_trace_gives_the_published_figures(traces_folder: Path) -> None:

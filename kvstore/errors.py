@@ -9,6 +9,7 @@
     ├── StaleReference         a reservation, lease, session or epoch that has ended
     │   └── SessionLost        the node closed the session or restarted
     ├── CapacityExhausted      no room now; trying again later may work
+    ├── StorageFailed          a disk or file system refused; what lay there counts as lost
     ├── DeadlineExceeded       the deadline passed before the answer was there
     ├── Unreachable            the peer did not answer
     ├── Unauthorized           the peer may not do this
@@ -55,6 +56,10 @@ class SessionLost(StaleReference):
 
 class CapacityExhausted(KvStoreError):
     """No room now; the same call may work later."""
+
+
+class StorageFailed(KvStoreError):
+    """A disk or its file system failed; the message names file, operation, the system's reason and what to do."""
 
 
 class DeadlineExceeded(KvStoreError):

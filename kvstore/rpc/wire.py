@@ -212,6 +212,7 @@ _STATUS_OF: Final[dict[type[KvStoreError], grpc.StatusCode]] = {
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.StaleReference: grpc.StatusCode.ABORTED,
     errors.CapacityExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.StorageFailed: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Unreachable: grpc.StatusCode.UNAVAILABLE,
     errors.Unauthorized: grpc.StatusCode.PERMISSION_DENIED,

@@ -283,7 +283,7 @@ def read_superblocks(file: SsdFile) -> tuple[Superblock | None, Superblock | Non
     first = _superblock_at(file, 0)
     if first is not None:
         return first, _superblock_at(file, first.region_bytes)
-    head = _head(file, REGION_MOST_BYTES + UNIT_BYTES)
+    head = file.first_bytes(REGION_MOST_BYTES + UNIT_BYTES)
     at = head.find(SUPERBLOCK_MAGIC, UNIT_BYTES)
     while at >= 0:
         found = _superblock_at(file, at) if at % UNIT_BYTES == 0 else None
@@ -331,20 +331,9 @@ def _own_superblock(file: SsdFile, size_bytes: int, node_id: str) -> Superblock 
 
 def _is_blank(file: SsdFile) -> bool:
     """True if it is empty, or nothing but (a part of) a first superblock was ever written into it."""
-    if file.length_bytes % UNIT_BYTES:
-        return False
-    head = _head(file, 2 * REGION_MOST_BYTES)
-    begun = head[: len(SUPERBLOCK_MAGIC)] == SUPERBLOCK_MAGIC
-    return not any(head[UNIT_BYTES if begun else 0 :])
-
-
-def _head(file: SsdFile, limit_bytes: int) -> bytes:
-    length = min(file.length_bytes, limit_bytes) // UNIT_BYTES * UNIT_BYTES
-    if not length:
-        return b""
-    data = pages(length)
-    file.read(0, data)
-    return data[:]
+    head = file.first_bytes(2 * REGION_MOST_BYTES)
+    rest = head[UNIT_BYTES:] if head[: len(SUPERBLOCK_MAGIC)] == SUPERBLOCK_MAGIC else head
+    return rest.count(0) == len(rest)
 
 
 def _padded(data: bytes) -> mmap.mmap:

@@ -19,7 +19,7 @@ from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.node.arena.ssd import SsdArena, read_superblocks, valid_headers
-from kvstore.node.arena.ssd_file import SsdFile, pages
+from kvstore.node.arena.ssd_file import Calls, SsdFile, pages
 from kvstore.node.arena.ssd_format import (
     HEADER_BYTES,
     ExtentPlace,
@@ -85,13 +85,15 @@ Progress = Callable[[int, int], None]
 """Called with slots looked at so far and slots in all."""
 
 
-def check_ssd_file(path: Path, *, repair: bool = False, progress: Progress | None = None) -> SsdReport:
+def check_ssd_file(
+    path: Path, *, repair: bool = False, progress: Progress | None = None, calls: Calls | None = None
+) -> SsdReport:
     """Look at the whole file; holds one slot and all headers in memory.
 
     Raises ConfigurationError where it cannot be opened or is in use, LayoutMismatch for another format version,
     StorageFailed where the superblock cannot be read or a repair cannot be written.
     """
-    with SsdFile.open(Path(path), make=False, writable=repair) as file:
+    with SsdFile.open(Path(path), make=False, writable=repair, calls=calls) as file:
         copies = read_superblocks(file)
         known = [copy for copy in copies if copy is not None]
         if not known:
@@ -133,7 +135,7 @@ class _Check:
         length = self._file.length_bytes
         if length != block.size_bytes:
             self.note(Fault.LENGTH, f"the file has {length} bytes, its superblock says {block.size_bytes}")
-        extents = [extent for extent in block.extents if extent.stop <= length]
+        extents = [extent for extent in block.extents if extent.slots_start <= length]
         for extent in extents:
             self._read_headers(extent)
         self._verify(extents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ def open_arena(path: Path, epoch: int = 1, *, calls: Calls | None = None, size_b
     return SsdArena.open(path, size_bytes, NODE_ID, epoch, calls=calls or Calls(fdatasync=no_sync))
 
 
+@cache
 def slot_contents(number: int) -> np.ndarray:
     """Payload and table of chunk `number`, the rest zero."""
     payload_bytes = WIDE.payload_bytes(WIDE.whole)
@@ -53,7 +55,13 @@ def header_of(number: int, slot: int, generation: int = 2, **other: int) -> Slot
     """Header of chunk `number` of one long prompt."""
     payload_bytes = WIDE.payload_bytes(WIDE.whole)
     table = slot_contents(number)[payload_bytes : payload_bytes + checksum.table_bytes(WIDE.whole)]
-    fields = {"namespace_number": 1, "shard": WHOLE.shard(0), "payload_bytes": payload_bytes, "epoch": 1} | other
+    fields: dict[str, int] = {
+        "table_hash": checksum.table_hash(table),
+        "namespace_number": 1,
+        "shard": WHOLE.shard(0),
+        "payload_bytes": payload_bytes,
+        "epoch": 1,
+    } | other
     return SlotHeader(
         key=KEYS[number],
         parent_key=KEYS[number - 1] if number else SPACE.id,
@@ -61,7 +69,6 @@ def header_of(number: int, slot: int, generation: int = 2, **other: int) -> Slot
         token_count=WIDE.chunk_tokens,
         fingerprint=number,
         parent_fingerprint=number,
-        table_hash=checksum.table_hash(table),
         generation=generation,
         **fields,
     )

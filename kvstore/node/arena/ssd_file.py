@@ -7,6 +7,7 @@ the process, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -199,8 +200,11 @@ class SsdFile:
         return StorageFailed(f"{self.path}: {operation} failed: {exc.strerror}; {remedy}")
 
     def close(self) -> None:
-        """Unlock and close; nothing may be under way."""
-        os.close(self._fd)
+        """Unlock and close; nothing may be under way. A second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # a disk that is gone says so once more; the lock ends all the same
+                os.close(fd)
 
     def __enter__(self) -> Self:
         return self

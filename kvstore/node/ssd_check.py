@@ -119,7 +119,9 @@ class _Check:
         self._spaces = [self._shards_of(number, space) for number, space in enumerate(superblock.namespaces, 1)]
         self._good: dict[tuple[bytes, int], SlotHeader] = {}
         self._broken: set[int] = set()
-        """Slots whose headers a repair empties."""
+        """Slots whose headers a repair empties,"""
+        self._lost: list[ExtentPlace] = []
+        """extents whose header blocks it writes anew."""
         self._verified_bytes = 0
         self._unverified = 0
 
@@ -171,7 +173,7 @@ class _Check:
             self._file.read(extent.start, block)
         except StorageFailed as exc:
             self.note(Fault.UNREADABLE, str(exc))
-            self._broken.update(extent.slot(index) for index in range(extent.slot_count))
+            self._lost.append(extent)
             return
         valid = dict(valid_headers(self._superblock, extent, block))
         for index in range(extent.slot_count):
@@ -257,5 +259,7 @@ class _Check:
         block = self._superblock
         self._file.set_length(block.size_bytes)
         arena = SsdArena(self._file, block)
+        for extent in self._lost:
+            arena.format_extent(extent)
         arena.write_headers([(slot, None) for slot in sorted(self._broken)])
         arena.write_superblock(block.namespaces, block.extents)

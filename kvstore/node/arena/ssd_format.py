@@ -127,12 +127,11 @@ class ExtentPlace:
 
     @property
     def slot_count(self) -> int:
-        """Slots that fit behind the header block."""
-        length = self.stop - self.start
-        count = length // (self.slot_bytes + HEADER_BYTES)
-        while header_block_bytes(count) + count * self.slot_bytes > length:
-            count -= 1
-        return count
+        """Slots that fit behind the header block.
+
+        What is left beside them is whole pages, so the header block may be rounded up to pages without another look.
+        """
+        return (self.stop - self.start) // (self.slot_bytes + HEADER_BYTES)
 
     @property
     def slots_start(self) -> int:

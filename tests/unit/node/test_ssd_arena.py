@@ -166,6 +166,30 @@ def test_an_extent_that_is_no_longer_listed_is_forgotten(path: Path) -> None:
         assert found(arena) == {KEYS[1], KEYS[5]}
 
 
+def test_an_extent_over_others_takes_their_place_at_once(path: Path) -> None:
+    one, other = filled(path)
+    with open_arena(path) as arena:
+        merged = ExtentPlace(one.start, other.stop, SLOT_BYTES)
+        arena.format_extent(merged)
+        store(arena, 5, merged.slot(merged.slot_count - 1))
+        arena.write_superblock([STORED], [merged])
+        assert found(arena) == {KEYS[5]}
+
+
+def test_a_superblock_comes_durably_after_what_it_names(path: Path) -> None:
+    recorder = Recorder()
+    with open_arena(path, calls=recorder.calls) as arena:
+        one, _ = cut(arena, 2)
+        before = len(recorder.events)
+        arena.write_superblock([STORED], [one])
+        made = recorder.events[before:]
+        assert [(event.offset, event.data is None) for event in made] == [
+            (-1, True),
+            (arena.superblock.offset, False),
+            (-1, True),
+        ]
+
+
 # --- what it opens and refuses ---
 
 
@@ -450,6 +474,30 @@ def test_a_stuck_call_holds_nobody_else(path: Path) -> None:
         go_on.set()
         thread.join(DEADLINE_S)
         assert found(arena) == {KEYS[0], KEYS[1]}
+
+
+def test_two_header_writes_are_never_under_way_together(path: Path) -> None:
+    """Else the older state of a page could reach the disk last."""
+    first, second, arrived = threading.Event(), threading.Event(), []
+
+    def pwritev(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        if threading.current_thread().name == "second":
+            second.set()
+        elif first.is_set():
+            thread.start()
+            arrived.append(second.wait(0.2))
+        return os.pwritev(fd, buffers, offset)
+
+    with open_arena(path, calls=Calls(pwritev=pwritev, fdatasync=no_sync)) as arena:
+        extent = cut(arena, 1)[0]
+        slots = [extent.slot(index) for index in range(2)]
+        headers = [[(slot, header_of(number, slot))] for number, slot in enumerate(slots)]
+        thread = threading.Thread(target=arena.write_headers, args=(headers[1],), name="second")
+        first.set()
+        arena.write_headers(headers[0])
+        thread.join(DEADLINE_S)
+        assert arrived == [False] and second.is_set()
+        assert [header.slot for header in arena.scan()] == slots
 
 
 def test_many_threads_write_headers_of_the_same_page(path: Path) -> None:

@@ -15,7 +15,17 @@ from kvstore.node.arena.ssd_file import Buffer, Calls
 from kvstore.node.arena.ssd_format import ExtentPlace, StoredNamespace
 from kvstore.node.memory import UNIT_BYTES
 from kvstore.node.ssd_check import Fault, SsdReport, check_ssd_file
-from tests.unit.node.ssd_setting import KEYS, NUMBERS, SIZE_BYTES, STORED, cut, header_of, open_arena, store
+from tests.unit.node.ssd_setting import (
+    KEYS,
+    NUMBERS,
+    SIZE_BYTES,
+    STORED,
+    cut,
+    header_of,
+    open_arena,
+    store,
+    write_chunk,
+)
 
 REGION_BYTES = 64 << 10
 
@@ -109,6 +119,14 @@ def test_a_damaged_payload_or_table_is_found(path: Path, at: int) -> None:
     assert repaired(path) == {0, 1, 2, 3}
 
 
+def test_a_slot_that_holds_another_chunk_in_order_is_found(path: Path) -> None:
+    _, other = extents_of(path)
+    with open_arena(path) as arena:  # as after a loss of power: the slot was used again, its header was not
+        write_chunk(arena, 9, other.slot(2))
+    assert kinds(check_ssd_file(path)) == [(Fault.CHECKSUM, 5)]
+    assert repaired(path) == {0, 1, 2, 3, 4}
+
+
 def test_the_rest_of_a_slot_does_not_count(path: Path) -> None:
     _, other = extents_of(path)
     flip(path, other.slot(1) * UNIT_BYTES + 8192 + 32)
@@ -187,6 +205,26 @@ def test_a_slot_that_the_disk_does_not_give_back(path: Path) -> None:
 
     report = check_ssd_file(path, calls=Calls(preadv=preadv))
     assert kinds(report) == [(Fault.UNREADABLE, 1), *((Fault.ORPHAN, number) for number in (2, 3, 4, 5))]
+
+
+def test_a_header_block_that_the_disk_does_not_give_back_is_written_anew(path: Path) -> None:
+    one, _ = extents_of(path)
+    bad = {one.start}
+
+    def preadv(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        if offset in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        bad.discard(offset)  # as disks do
+        return os.pwritev(fd, buffers, offset)
+
+    calls = Calls(preadv=preadv, pwritev=pwritev)
+    lost = [(Fault.UNREADABLE, None), *((Fault.ORPHAN, number) for number in (3, 4, 5))]
+    assert kinds(check_ssd_file(path, calls=calls)) == lost and bad
+    assert kinds(check_ssd_file(path, calls=calls, repair=True)) == lost
+    assert check_ssd_file(path, calls=calls) == SsdReport(path, "node-a", 0, 0, 0, 0, ())
 
 
 def test_a_file_in_use_or_missing_is_refused(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from dataclasses import replace
 from hashlib import sha256
@@ -175,6 +176,15 @@ def test_an_extent_has_as_many_slots_as_fit_behind_their_headers(slot_bytes: int
         assert extent.index(extent.slot(count - 1)) == count - 1
         assert extent.index(extent.slot(count - 1) + slot_bytes // 4096) is None
         assert extent.index(extent.start // 4096) is None
+
+
+def test_extents_of_random_lengths_have_as_many_slots_as_fit() -> None:
+    rng = random.Random(3)
+    for _ in range(5000):
+        extent = ExtentPlace(0, rng.randrange(2, 1 << 14) * 4096, rng.randrange(1, 8) * 4096)
+        count = extent.slot_count
+        assert header_block_bytes(count) + count * extent.slot_bytes <= extent.stop
+        assert header_block_bytes(count + 1) + (count + 1) * extent.slot_bytes > extent.stop
 
 
 def test_only_the_first_page_of_a_slot_names_it() -> None:

@@ -14,6 +14,7 @@ import typer
 
 import kvstore
 from kvstore.cli.demo import demo
+from kvstore.cli.drain import drain
 from kvstore.cli.look import stats, status
 from kvstore.cli.replay import replay
 from kvstore.cli.servers import metadata, node, router, up
@@ -24,7 +25,7 @@ from kvstore.errors import ConfigurationError, KvStoreError
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(name="kvstore", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for _command in (up, node, metadata, router, status, stats, demo, replay):
+for _command in (up, node, metadata, router, status, stats, drain, demo, replay):
     app.command()(_command)
 app.command(hidden=True)(settings_table)
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
+from kvstore import replication
+from kvstore.client.remote import RemoteRead
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -113,3 +118,16 @@ class PullingNode:
         self.run(self._server.stop(0.0))
         self.run(self.mover.close())
         self.node.stop()
+
+
+def stop_halfway(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """Pulls move two small chunks at a time; the first one is held up for `meanwhile` before its second read."""
+    monkeypatch.setattr(replication, "WINDOW_BYTES", 2 * 12 << 10)
+    plain, reads = replication.read_remote, itertools.count()
+
+    def read(*arguments: Any, **named: Any) -> RemoteRead:
+        if next(reads) == 1:
+            meanwhile()
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(replication, "read_remote", read)

@@ -44,6 +44,7 @@ def all_there(target: PullingNode, keys: Keys) -> bool:
         return cache.read(keys, pages).chunks == CHUNKS and bool((pages == pages_of(keys)).all())
 
 
+@pytest.mark.slow
 def test_a_source_killed_in_the_middle(
     processes: Processes, target: PullingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_source_killed_in_the_middle(
     assert target.settled()
 
 
+@pytest.mark.slow
 def test_a_source_stopped_in_the_middle(
     processes: Processes, target: PullingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +82,7 @@ def test_a_source_stopped_in_the_middle(
     assert target.settled()
 
 
+@pytest.mark.slow
 def test_a_stopped_source_does_not_hold_up_the_node(processes: Processes, target: PullingNode) -> None:
     """While both pulls wait for it, the target's loop answers, and its clients write and read."""
     source = processes.node("source")

@@ -154,7 +154,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"]):
         code, out, _ = _run(capsys, *arguments)
         assert code == 0
-        for name in ("up", "node", "metadata", "router", "status", "stats", "demo", "replay"):
+        for name in ("up", "node", "metadata", "router", "status", "stats", "drain", "demo", "replay"):
             assert f" {name} " in out
         assert "settings-table" not in out
 

@@ -88,13 +88,14 @@ def test_a_stopped_source_does_not_hold_up_the_node(processes: Processes, target
     source = processes.node("source")
     keys, info = filled(source)
     source.stop()
-    waiting = [target.replicate(keys, info, SPACE, deadline_s=1.0) for _ in range(3)]
+    waiting = [target.replicate(keys, info, SPACE, deadline_s=2.0) for _ in range(3)]
     with connect(target.info.socket_path) as client:
         cache = client.bind(SPACE)
         other = cache.keys(prompt(2, 16 * CHUNKS))
         assert cache.write(other, pages_of(other)).stored == CHUNKS
         assert cache.read(other, cache.empty(CHUNKS)).chunks == CHUNKS
     assert not any(each.done() for each in waiting)
-    assert {each.result().reason for each in waiting} == {"deadline"}
+    # The one that waits behind the others may learn from them that the source does not answer.
+    assert {each.result().reason for each in waiting} <= {"deadline", "unreachable"}
     assert target.settled()
     source.go_on()

@@ -19,6 +19,7 @@ from kvstore.model.layout import Geometry
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
 from kvstore.node.moving import Drained, Replicated
+from kvstore.rpc.v1 import admin_pb2
 from tests.unit.client.pages import LAYOUT, namespace, pages_of, poisoned, prompt
 from tests.unit.pulling_node import PullingNode, stop_halfway
 
@@ -313,6 +314,8 @@ def test_a_drained_node_is_on_its_target_for_both_kinds_of_readers(start: Start)
     assert progress[-1] == Drained(36 - 1, 35, 0, "")
     for keys in chains:
         assert local_chunks(target, keys) == remote_chunks(target, keys) == len(keys)
+        last = target.core.pool.forest.chunks[keys[-1]]
+        assert (last.token_count, last.fingerprint) == (keys.last_tokens, int(keys.fingerprints[-1]))
 
 
 def test_two_nodes_drain_into_one(start: Start) -> None:
@@ -329,16 +332,36 @@ async def last_of(node: PullingNode, *targets: PullingNode) -> Drained:
     return last
 
 
-def test_chains_take_turns_over_targets_and_branches_stay_together(start: Start) -> None:
-    source, one, two = start("source"), start("one"), start("two")
-    for number in range(4):
-        stored(source, number, 16 * 4)
-    with connect(source.info.socket_path) as client:  # a branch of prompt 0, with three chunks in common
+def branched(source: PullingNode) -> None:
+    """A prompt of four chunks, the first three of which are those of prompt 0."""
+    with connect(source.info.socket_path) as client:
         cache = client.bind(SPACE)
         branch = cache.keys([*prompt(0, 16 * 3), *prompt(9, 16)])
-        cache.write(branch, pages_of(branch))
-    assert source.drain(one, two)[-1] == Drained(17, 17, 0, "")
-    assert one.stats()["chunks"] + two.stats()["chunks"] == 17, "the branch's first chunks are on one target"
+        assert cache.write(branch, pages_of(branch)).visible == 4
+
+
+def test_chunks_that_a_later_chain_moves_have_not_failed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = start("source"), start("target")
+    stored(source, 0, 16 * 4)
+    branched(source)
+    answers = iter([(0, "refused_full"), (4, "")])
+
+    def answer(*_: object) -> admin_pb2.ReplicateResponse:
+        held, reason = next(answers)
+        return admin_pb2.ReplicateResponse(held_chunks=held, reason=reason)
+
+    monkeypatch.setattr("kvstore.draining.CHAINS_LIMIT", 1)
+    monkeypatch.setattr("kvstore.draining._replicate", answer)
+    assert source.drain(target)[-1] == Drained(5, 4, 1, "refused_full on target")
+
+
+def test_chains_take_turns_over_targets_and_branches_stay_together(start: Start) -> None:
+    source, one, two = start("source"), start("one"), start("two")
+    for number in range(3):
+        stored(source, number, 16 * 4)
+    branched(source)
+    assert source.drain(one, two)[-1] == Drained(13, 13, 0, "")
+    assert one.stats()["chunks"] + two.stats()["chunks"] == 13, "the branch's first chunks are on one target"
     assert one.stats()["chunks"] and two.stats()["chunks"]
 
 
@@ -402,6 +425,23 @@ def test_geometries_that_change_along_a_chain(start: Start) -> None:
     assert shards(source) == shards(target)
     assert remote_chunks(target, keys) == 6
     assert local_chunks(target, keys) == local_chunks(source, keys)
+
+
+def test_a_part_of_a_geometry_before_whole_chunks(start: Start) -> None:
+    source, target = start("source"), start("target")
+    with connect(source.info.socket_path) as client:
+        cache = client.bind(SPACE, geometry=TP2, rank=1, written_here=(1,))
+        keys = cache.keys(prompt(1, 16 * 6))
+        pages = pages_of(keys)
+        cache.write(keys.slice(0, 3), np.ascontiguousarray(pages[:3, :, :, 1:2]))
+        whole = client.bind(SPACE)
+        assert whole.write(keys.slice(3, 6), pages[3:]).stored == 3
+    assert source.drain(target)[-1] == Drained(6, 6, 0, "")
+
+    def shards(node: PullingNode) -> list[set[int]]:
+        return node.node.call(lambda: [set(node.core.pool.forest.chunks[key].copies) for key in keys])
+
+    assert shards(source) == shards(target)
 
 
 def test_an_empty_node_is_drained_at_once(start: Start) -> None:

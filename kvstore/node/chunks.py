@@ -42,6 +42,10 @@ class KnownNamespace:
         """Shard id -> what it is."""
         self.sets_here: list[tuple[int, ...]] = []
         """For each geometry, the shards that make a chunk covered on this node."""
+        self.evicted_chunks = 0
+        self.dram_hit_tokens = 0
+        self.ssd_hit_tokens = 0
+        """Dropped to make room, and resolved for readers by Acquire, since the start."""
         self._written_here: dict[int, set[int]] = {}
         self._covers: dict[Rectangle, list[tuple[int, ...]]] = {}
 

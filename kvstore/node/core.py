@@ -99,6 +99,8 @@ class NodeCore:
         self.sessions: dict[int, Session] = {}
         self.on_commit: Callable[[], None] = lambda: None
         self.on_event: Callable[[], None] = lambda: None
+        self.draining = False
+        """New chunks are refused: the node is being emptied."""
         self._session_limit_bytes = int(allocator.arena_bytes * settings.session_share)
         self._clock = clock
         self._random = seed
@@ -206,6 +208,7 @@ class NodeCore:
         names = set(keys)
         if len(names) != len(keys) or keys.parent in names or keys.namespace_id in names:
             raise InvalidRequest("a chain names each chunk once, and never itself as its parent")
+        self.reservations.draining = self.draining
         answer, _ = self.reservations.reserve(owner.writer, space, keys, shard, ticket_id, self._clock(), life_s)
         for outcome, count in Counter(answer.outcomes).items():
             self.pool.counts[f"reserve_{outcome.name.lower()}"] += count
@@ -279,7 +282,9 @@ class NodeCore:
         lease = 0
         lease_ms = min(lease_ms, LEASE_LIMIT_MS)
         if lease_ms:  # a read; probes are not counted
-            self.pool.counts["acquired_tokens"] += keys.tokens_of_first(len(chunks))
+            tokens = keys.tokens_of_first(len(chunks))
+            self.pool.counts["acquired_tokens"] += tokens
+            space.dram_hit_tokens += tokens
             if reason is not None:
                 self.pool.counts[f"acquire_miss_{reason.value}"] += 1
         if chunks and lease_ms:
@@ -308,9 +313,16 @@ class NodeCore:
             if chunk is None or chunk.space.namespace.id != namespace_id:
                 continue
             for each in self.pool.forest.subtree(chunk):
-                removed += bool(each.copies)
-                self.pool.remove(each, "removed")
+                removed += self.drop(each, "removed")
         return removed
+
+    def drop(self, chunk: Chunk, reason: str) -> bool:
+        """Take one chunk without children out, pinned or not; True if it had committed shards."""
+        had = bool(chunk.copies)
+        self.pool.remove(chunk, reason)
+        if chunk.holds:
+            self.holds.forget(chunk)
+        return had
 
     def touch(self, session: int, keys: Sequence[bytes]) -> None:
         """A same-host reader used these keys as one prefix, head first."""
@@ -444,12 +456,16 @@ class NodeCore:
             "arena_bytes": pool.allocator.arena_bytes,
             "open_bytes": pool.allocator.open_until,
             "used_bytes": pool.allocator.used_bytes,
+            "free_bytes": pool.allocator.free_bytes,
+            "largest_free_bytes": pool.allocator.largest_free_bytes,
             "reserved_slots": len(reserved),
             "reserved_bytes": sum(reserved),
             "quarantined_bytes": quarantined,
             "leases": len(self.holds.leases),
             "tickets": len(self.holds.tickets),
+            "pins": len(self.holds.named),
             "pinned_bytes": self.holds.pinned_bytes,
+            "draining": int(self.draining),
             "catalog_entries": pool.catalog.claimed_count,
             "events_waiting": len(self._events),
             "evictions": pool.counts["removed_evicted"],

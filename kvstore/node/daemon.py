@@ -7,7 +7,7 @@ import gc
 import logging
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,16 @@ from kvstore.config import NodeSettings
 from kvstore.errors import ConfigurationError
 from kvstore.metadata import Index
 from kvstore.model.values import NodeInfo
+from kvstore.node.admin import AdminServicer
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.exporter import Exporter
 from kvstore.node.handover import Seat
+from kvstore.node.limits import MemoryPlan, effective_limits
+from kvstore.node.moving import Mover
+from kvstore.node.operations import Operations
+from kvstore.node.pins import PinFile
 from kvstore.node.publisher import Publisher
 from kvstore.node.recovery import FormerWriters, Recovered, recover
 from kvstore.node.server import NodeServicer, SessionVerbs
@@ -32,15 +37,19 @@ from kvstore.node.slots import SlotAllocator
 from kvstore.node.streams import PageStreams
 from kvstore.rpc import serving
 from kvstore.rpc.channel import format_address, parse_address
-from kvstore.rpc.v1 import node_pb2_grpc
+from kvstore.rpc.v1 import admin_pb2_grpc, node_pb2_grpc
 from kvstore.transport.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
-_SERVICE = "kvstore.v1.NodeService"
+_SERVICES = ("kvstore.v1.NodeService", "kvstore.v1.AdminService")
 _GC_THRESHOLDS = 50_000, 20, 100_000
 """Chunks are freed by their reference counts; a full collection over a million of them would hold the loop for a
 second, so the oldest generation is practically never collected."""
+
+
+OnProgress = Callable[[str, int, int], None]
+"""(what is going on, done, total): `recovering` counts chunks, `populating` bytes. Called on the event loop."""
 
 
 @dataclass(slots=True)
@@ -93,10 +102,21 @@ class NodeDaemon:
     """Starts and stops one node on the running loop. `index` None: the node stands alone.
 
     `seat`: the place that a supervisor gives it, with memory that outlives this process; None: memory of its own.
+    `mover`: moves chunks to and from other nodes; None: Replicate and Drain are refused.
     """
 
-    def __init__(self, settings: NodeSettings, index: Index | None, seat: Seat | None = None) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        index: Index | None,
+        seat: Seat | None = None,
+        *,
+        mover: Mover | None = None,
+        on_progress: OnProgress = lambda stage, done, total: None,
+    ) -> None:
         self._settings = settings.resolved()
+        self._mover = mover
+        self._on_progress = on_progress
         self._seat = seat
         self._recovered: Recovered | None = None
         self._former: FormerWriters | None = None
@@ -109,6 +129,11 @@ class NodeDaemon:
         gc.set_threshold(*_GC_THRESHOLDS)
         settings = self._settings
         seat = self._seat
+        core_settings = CoreSettings(eviction=settings.eviction, room_chunks=settings.room_chunks)
+        limits = effective_limits(settings.dram, settings.slots, settings.room_chunks, core_settings)
+        plan = MemoryPlan.of(settings.dram, settings.slots)
+        if seat is None:
+            plan.check()
         memory = (
             NodeMemory.create(settings.dram, settings.slots) if seat is None else NodeMemory.adopt(seat, settings.slots)
         )
@@ -129,7 +154,7 @@ class NodeDaemon:
                 "pass --insecure to accept that, or bind 127.0.0.1"
             )
         self._tcp = TcpServer(memory.arena.fd, memory.arena.size_bytes, generations_of, epoch, host, port)
-        self._server = serving.Server((_SERVICE,))
+        self._server = serving.Server(_SERVICES)
         socket_path = str(Path(settings.socket_dir) / f"{settings.node_id}.sock")
         # The core needs the bound control address, and the servicer the core: bind first, add the core's address after.
         info = NodeInfo(
@@ -140,9 +165,10 @@ class NodeDaemon:
             data_address=self._advertised(self._tcp.address),
             socket_path=socket_path,
         )
-        core_settings = CoreSettings(eviction=settings.eviction, room_chunks=settings.room_chunks)
         self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings)
+        self._operations = operations = Operations(core, time.monotonic)
         if last_epoch:
+            self._on_progress("recovering", 0, 0)
             self._recovered = recover(core, memory.catalog, time.monotonic())
             logger.warning(
                 "took over the memory of an earlier worker: %d chunks kept, %d shards dropped, %d slots in quarantine",
@@ -150,10 +176,15 @@ class NodeDaemon:
                 self._recovered.dropped_shards,
                 self._recovered.quarantined_slots,
             )
+            self._on_progress("recovering", self._recovered.chunks, self._recovered.chunks)
             self._former = FormerWriters(core, self._recovered.holders, seat)
+        pin_file = PinFile(Path(settings.data_dir))
+        operations.restore(pin_file.load())
         arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
         servicer = NodeServicer(core, PageStreams(core, arena_view), self._more_stats)
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
+        admin = AdminServicer(core, operations, arena_view, pin_file, self._mover)
+        self._server.add(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(info, self._advertised(control))
         self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat)
@@ -173,6 +204,9 @@ class NodeDaemon:
             "metrics_address": metrics_address,
             "socket_path": socket_path,
             "dram_bytes": settings.dram,
+            "memory_bytes": plan.total_bytes,
+            "eviction": settings.eviction,
+            "limits": limits,
         }
 
     async def stop(self) -> None:
@@ -196,6 +230,7 @@ class NodeDaemon:
         while arena.populated_bytes < arena.size_bytes:
             ready = await asyncio.to_thread(arena.populate_step)
             allocator.open_until = ready
+            self._on_progress("populating", ready, arena.size_bytes)
             self.core.on_commit()
 
     async def _tick(self) -> None:
@@ -203,6 +238,7 @@ class NodeDaemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.core.tick()
+            self._operations.tick()
             if self._former is not None:
                 self._former.poll()
             lag_ms = self._publisher.loop_lag_ms if self._publisher else 0.0

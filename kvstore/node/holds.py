@@ -1,6 +1,7 @@
-"""What keeps chunks from being evicted for a while: leases of readers and pins of tickets. Pure, synchronous.
+"""What keeps chunks from being evicted for a while: leases of readers, pins of tickets and pins that an operator named.
+Pure, synchronous.
 
-Both hold single chunks; leaf-first eviction then keeps the ancestors. Nothing here keeps a chunk for ever: every
+All hold single chunks; leaf-first eviction then keeps the ancestors. Nothing here keeps a chunk for ever: every
 hold has an end, the tables are bounded, and where a bound is reached the answer is "no lease", never a failure
 (the fence of the read protects it all the same).
 """
@@ -10,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.errors import LimitExceeded
 from kvstore.node.chunks import Chunk
 
 LEASES_PER_SESSION = 1024
 LEASES = 65_536
 TICKETS = 65_536
+NAMED_PINS = 1024
+PIN_LIFETIME_LIMIT_S = 30 * 86_400.0
 PINNED_SHARE = 0.25
 """Pins take at most this part of the tier."""
 
@@ -37,6 +41,22 @@ class TicketPins:
     """Chunk -> bytes that its pin counts."""
 
 
+@dataclass(slots=True, eq=False)
+class NamedPin:
+    """An operator's standing wish: keep the prefix that ends with `key`, as far as it is here, until `expires_s`.
+
+    `waits`: something of it was not here, or was removed; it is to be looked for again.
+    """
+
+    name: str
+    namespace_id: bytes
+    key: bytes
+    expires_s: float
+    chunks: dict[Chunk, int] = field(default_factory=dict)
+    """Chunk -> bytes that its pin counts."""
+    waits: bool = True
+
+
 class Holds:
     """All leases and pins of a node."""
 
@@ -46,6 +66,7 @@ class Holds:
         self.leases: dict[int, Lease] = {}
         self.by_session: dict[int, set[int]] = {}
         self.tickets: dict[bytes, TicketPins] = {}
+        self.named: dict[str, NamedPin] = {}
         self.pinned_bytes = 0
 
     def lease(self, session: int, chunk: Chunk, expires_s: float) -> int:
@@ -80,27 +101,56 @@ class Holds:
                 return len(chunks)
             pins = self.tickets[ticket_id] = TicketPins(expires_s)
         pins.expires_s = expires_s
-        left_out = 0
-        for chunk in chunks:
-            # A chunk may have grown by a shard since it was pinned.
-            before, size = pins.chunks.pop(chunk, None), size_of(chunk)
-            self.pinned_bytes += size - (before or 0)
-            chunk.holds += before is None
-            pins.chunks[chunk] = size
-            if self.pinned_bytes > self._limit_bytes:
-                del pins.chunks[chunk]
-                self.pinned_bytes -= size
-                chunk.holds -= 1
-                left_out += 1
-        return left_out
+        return sum(not self._hold(pins.chunks, chunk, size_of(chunk)) for chunk in chunks)
+
+    def _hold(self, chunks: dict[Chunk, int], chunk: Chunk, size: int) -> bool:
+        """Add a chunk to a pin's; False, and it is not held by this pin, if pins would take too much then."""
+        before = chunks.pop(chunk, None)  # it may have grown by a shard since it was pinned
+        self.pinned_bytes += size - (before or 0)
+        chunk.holds += before is None
+        chunks[chunk] = size
+        if self.pinned_bytes <= self._limit_bytes:
+            return True
+        self._let_go(chunks, chunk)
+        return False
+
+    def _let_go(self, chunks: dict[Chunk, int], chunk: Chunk) -> None:
+        self.pinned_bytes -= chunks.pop(chunk)
+        chunk.holds -= 1
 
     def end_ticket(self, ticket_id: bytes) -> None:
         """Unknown tickets are no error."""
         pins = self.tickets.pop(ticket_id, None)
         if pins is not None:
-            for chunk, size in pins.chunks.items():
-                chunk.holds -= 1
-                self.pinned_bytes -= size
+            for chunk in list(pins.chunks):
+                self._let_go(pins.chunks, chunk)
+
+    def set_named(self, pin: NamedPin) -> None:
+        """A new pin without chunks; one of the same name ends. Raises LimitExceeded over 1024 pins."""
+        if pin.name not in self.named and len(self.named) >= NAMED_PINS:
+            raise LimitExceeded(f"a node has at most {NAMED_PINS} pins; end some with `kvstore unpin`")
+        self.end_named(pin.name)
+        self.named[pin.name] = pin
+
+    def extend_named(self, pin: NamedPin, chunks: Sequence[Chunk], size_of: Callable[[Chunk], int]) -> bool:
+        """Keep these too, the next ones of the prefix; False as soon as pins would take too much."""
+        return all(self._hold(pin.chunks, chunk, size_of(chunk)) for chunk in chunks)
+
+    def end_named(self, name: str) -> bool:
+        """True if there was such a pin."""
+        pin = self.named.pop(name, None)
+        if pin is None:
+            return False
+        for chunk in list(pin.chunks):
+            self._let_go(pin.chunks, chunk)
+        return True
+
+    def forget(self, chunk: Chunk) -> None:
+        """The chunk was removed although it was held: named pins, which last long, stop counting it and wait for it."""
+        for pin in self.named.values():
+            if chunk in pin.chunks:
+                self._let_go(pin.chunks, chunk)
+                pin.waits = True
 
     def expire(self, now_s: float) -> None:
         """End what has run out."""
@@ -108,16 +158,19 @@ class Holds:
             self.end_lease(number)
         for ticket_id in [t for t, pins in self.tickets.items() if pins.expires_s <= now_s]:
             self.end_ticket(ticket_id)
+        for name in [name for name, pin in self.named.items() if pin.expires_s <= now_s]:
+            self.end_named(name)
 
     def check(self, chunks: Sequence[Chunk]) -> None:
         """Every hold of a resident chunk is a lease or a pin of this table."""
         holds: dict[Chunk, int] = {}
         for lease in self.leases.values():
             holds[lease.chunk] = holds.get(lease.chunk, 0) + 1
-        for pins in self.tickets.values():
-            for chunk in pins.chunks:
+        pinned = [ticket.chunks for ticket in self.tickets.values()] + [pin.chunks for pin in self.named.values()]
+        for each in pinned:
+            for chunk in each:
                 holds[chunk] = holds.get(chunk, 0) + 1
         for chunk in chunks:
             assert chunk.holds == holds.get(chunk, 0), "holds"
-        assert self.pinned_bytes == sum(sum(pins.chunks.values()) for pins in self.tickets.values())
+        assert self.pinned_bytes == sum(sum(each.values()) for each in pinned), "pinned bytes"
         assert self.pinned_bytes <= self._limit_bytes

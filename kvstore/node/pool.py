@@ -209,6 +209,7 @@ class Pool:
             self.committed_chunks -= 1
             self._policy(chunk.class_bytes).removed([chunk.key])
             self.counts[f"removed_{reason}"] += 1
+            chunk.space.evicted_chunks += reason == "evicted"
         chunk.copies.clear()
         chunk.published = False
         self.forest.remove(chunk)

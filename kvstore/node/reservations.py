@@ -87,6 +87,7 @@ class Reservations:
     def __init__(self, pool: Pool, first_attempt: int) -> None:
         self._pool = pool
         self._next = first_attempt
+        self.draining = False
         self.attempts: dict[int, Attempt] = {}
 
     # --- reserve -----------------------------------------------------------------------------------------
@@ -107,6 +108,9 @@ class Reservations:
         if len(writer.attempts) >= ATTEMPTS_PER_SESSION:
             kept = (Outcome.PRESENT, Outcome.REFUSED_COLLISION)
             outcomes = [outcome if outcome in kept else Outcome.REFUSED_SESSION_LIMIT for outcome in outcomes]
+        if self.draining:
+            refused = (Outcome.GRANTED, Outcome.IN_PROGRESS)
+            outcomes = [Outcome.REFUSED_DRAINING if outcome in refused else outcome for outcome in outcomes]
         attempt.waiting = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.IN_PROGRESS]
         self._grant(attempt, [i for i, outcome in enumerate(outcomes) if outcome is Outcome.GRANTED], outcomes, now_s)
         self._refuse_children(attempt, outcomes)

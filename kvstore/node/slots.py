@@ -157,6 +157,22 @@ class SlotAllocator:
         """True if some extent serves this class."""
         return bool(self._by_class.get(size))
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no slot in use takes, wherever they lie."""
+        return self.arena_bytes - self.used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest slot that could be had now without evicting: a run outside of extents, or a free slot of one."""
+        runs = [min(stop, self.open_until) - start for start, stop in self._regions]
+        slots = (
+            size
+            for size, extents in self._by_class.items()
+            if any(extent.free or extent.fresh < extent.slot_count for extent in extents)
+        )
+        return max([0, *runs, *slots])
+
     def _extent_bytes(self, size: int) -> int:
         # A small arena has small extents: else the first class would own all of it, and a second one could only get
         # room by evicting everything of the first.

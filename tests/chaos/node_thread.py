@@ -37,7 +37,11 @@ class NodeThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-node")
         self._thread.start()
         self.daemon = NodeDaemon(settings, None)
-        asyncio.run_coroutine_threadsafe(self.daemon.start(), self._loop).result(WAIT_S)
+        try:
+            self.facts = asyncio.run_coroutine_threadsafe(self.daemon.start(), self._loop).result(WAIT_S)
+        except BaseException:
+            self._end_loop()
+            raise
         populated = threading.Event()
         while self.core.pool.allocator.open_until < dram_bytes:
             assert not populated.wait(0.001)
@@ -69,6 +73,9 @@ class NodeThread:
 
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self.daemon.stop(), self._loop).result(WAIT_S)
+        self._end_loop()
+
+    def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
         self._loop.close()

@@ -32,7 +32,7 @@ from kvstore.node import AcquireAnswer, CommitAnswer, NodeApi, ReserveAnswer
 from kvstore.node.arena.dram import POPULATE_STEP_BYTES
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings, NodeCore
-from kvstore.node.daemon import NodeDaemon, NodeMemory
+from kvstore.node.daemon import NodeDaemon, NodeMemory, OnProgress
 from kvstore.node.handover import Seat
 from kvstore.node.lookup import CatalogReader
 from kvstore.node.slots import SlotAllocator
@@ -53,7 +53,9 @@ EMBEDDED_SLOT_BYTES = 16 << 10
 """Expected slot of an embedded pool, for the size of its catalog."""
 
 
-def run_node(settings: NodeSettings, announce: Announce, seat: Seat | None = None) -> None:
+def run_node(
+    settings: NodeSettings, announce: Announce, seat: Seat | None = None, on_progress: OnProgress | None = None
+) -> None:
     """Run a node until SIGTERM or SIGINT. Raises ConfigurationError before anything is announced.
 
     `seat`: this process is a worker of a supervisor, which keeps memory and ports; None: nothing outlives it.
@@ -61,7 +63,7 @@ def run_node(settings: NodeSettings, announce: Announce, seat: Seat | None = Non
     settings = _bound_before(settings, seat, "node")
 
     async def serve(stack: contextlib.AsyncExitStack) -> None:
-        _tell(announce, seat, await _start_node(settings, settings.metadata_address, stack, seat))
+        _tell(announce, seat, await _start_node(settings, settings.metadata_address, stack, seat, on_progress))
 
     _run(serve)
 
@@ -90,6 +92,7 @@ def run_up(
     router: RouterSettings | None,
     announce: Announce,
     seat: Seat | None = None,
+    on_progress: OnProgress | None = None,
 ) -> None:
     """Run a whole pool on this machine: metadata service, node and, if wanted, the scheduler.
 
@@ -101,7 +104,7 @@ def run_up(
     async def serve(stack: contextlib.AsyncExitStack) -> None:
         facts = [await _start_metadata(metadata, stack)]
         metadata_address = facts[0]["control_address"]
-        facts.append(await _start_node(node, metadata_address, stack, seat))
+        facts.append(await _start_node(node, metadata_address, stack, seat, on_progress))
         if router is not None:
             facts.append(await _start_router(router, metadata_address, stack))
         _tell(announce, seat, *facts)
@@ -130,12 +133,16 @@ def _bound_before(settings: AnySettings, seat: Seat | None, role: str) -> AnySet
 
 
 async def _start_node(
-    settings: NodeSettings, metadata_address: str, stack: contextlib.AsyncExitStack, seat: Seat | None
+    settings: NodeSettings,
+    metadata_address: str,
+    stack: contextlib.AsyncExitStack,
+    seat: Seat | None,
+    on_progress: OnProgress | None,
 ) -> dict[str, Any]:
     index = RemoteIndex(metadata_address) if metadata_address else None
     if index is not None:
         stack.callback(index.close)
-    daemon = NodeDaemon(settings, index, seat)
+    daemon = NodeDaemon(settings, index, seat, on_progress=on_progress)
     facts = await daemon.start()
     stack.push_async_callback(daemon.stop)
     return {**facts, "metadata_address": metadata_address}

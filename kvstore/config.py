@@ -167,10 +167,17 @@ class NodeSettings(Settings):
         Makes both folders and, once, the node id. Raises ConfigurationError naming the folder it cannot use.
         """
         data_dir = _made_folder("data_dir", self.data_dir or _default_data_dir(), 0o700)
-        socket_dir = _made_folder(
-            "socket_dir", self.socket_dir or os.environ.get("XDG_RUNTIME_DIR") or "/run/kvstore", 0o755
-        )
-        node_id = self.node_id or _kept_node_id(data_dir)
+        socket_dir = _made_folder("socket_dir", self.socket_dir or _default_socket_dir(), 0o755)
+        return self._filled(data_dir, socket_dir, self.node_id or _kept_node_id(data_dir))
+
+    def planned(self) -> NodeSettings:
+        """As `resolved`, but nothing is made: a node id that is not there yet stays empty."""
+        data_dir = Path(self.data_dir or _default_data_dir()).expanduser().absolute()
+        socket_dir = Path(self.socket_dir or _default_socket_dir()).expanduser().absolute()
+        kept = _kept_node_id(data_dir) if not self.node_id and (data_dir / "node_id").exists() else ""
+        return self._filled(data_dir, socket_dir, self.node_id or kept)
+
+    def _filled(self, data_dir: Path, socket_dir: Path, node_id: str) -> NodeSettings:
         path = socket_dir / f"{node_id}.sock"
         if len(os.fsencode(path)) > _SOCKET_PATH_LIMIT_BYTES:
             raise ConfigurationError(
@@ -369,6 +376,10 @@ def _made_folder(name: str, folder: str, mode: int) -> Path:
 
 def _default_data_dir() -> str:
     return "/var/lib/kvstore" if os.geteuid() == 0 else "~/.local/share/kvstore"
+
+
+def _default_socket_dir() -> str:
+    return os.environ.get("XDG_RUNTIME_DIR") or "/run/kvstore"
 
 
 def _machine_host_id() -> str:

@@ -13,19 +13,27 @@ from typing import Annotated, Any
 import typer
 
 import kvstore
+from kvstore.cli.checking import check
+from kvstore.cli.contents import namespaces, remove
 from kvstore.cli.demo import demo
+from kvstore.cli.doctor import doctor
 from kvstore.cli.drain import drain
 from kvstore.cli.look import stats, status
+from kvstore.cli.pinning import pin, pins, unpin, warm
 from kvstore.cli.replay import replay
 from kvstore.cli.servers import metadata, node, router, up
 from kvstore.cli.settings_table import settings_table
+from kvstore.cli.top import top
 from kvstore.errors import ConfigurationError, KvStoreError
 
 # Typer brings its own copy of click or uses the installed one; the base class of a public name is right in both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(name="kvstore", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for _command in (up, node, metadata, router, status, stats, drain, demo, replay):
+_STARTING = (up, node, metadata, router)
+_LOOKING = (status, stats, top, namespaces, pins, check, doctor)
+_CHANGING = (pin, unpin, warm, remove, drain)
+for _command in (*_STARTING, *_LOOKING, *_CHANGING, demo, replay):
     app.command()(_command)
 app.command(hidden=True)(settings_table)
 

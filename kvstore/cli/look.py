@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kvstore.cli.asking import (
+    METADATA_HINT,
+    DeadlineOption,
+    MetadataOption,
+    NodeOption,
+    ask,
+    metadata_address,
+    node_address,
+)
 from kvstore.cli.flags import ConfigOption, JsonOption
 from kvstore.cli.output import print_json, print_table
-from kvstore.config import MetadataSettings, NodeSettings, load
-from kvstore.errors import DeadlineExceeded, Unreachable
 
 if TYPE_CHECKING:
     from kvstore.rpc.v1.metadata_pb2 import NodeStatus
 
-DeadlineOption = Annotated[float, typer.Option("--deadline-s", min=0.01, help="Longest wait for the answer, seconds.")]
-
-
-def _ask(
-    address: str, make_stub: Callable[..., Any], method: str, request: object, deadline_s: float, hint: str
-) -> Any:
-    """The answer of one call; where nobody answers, the error says what to do (`hint`)."""
-    from kvstore.rpc.channel import Channel
-
-    channel = Channel(address)
-    try:
-        return channel.call(getattr(channel.stub(make_stub), method), request, deadline_s)
-    except Unreachable as exc:
-        raise Unreachable(f"nothing answers at {address}; {hint}") from exc
-    except DeadlineExceeded as exc:
-        raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s; {hint}") from exc
-    finally:
-        channel.close()
-
 
 def status(
-    metadata: Annotated[
-        str, typer.Option("--metadata", metavar="HOST:PORT", help="Metadata service. Default: the configured one.")
-    ] = "",
+    metadata: MetadataOption = "",
     deadline_s: DeadlineOption = 5.0,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -48,10 +31,9 @@ def status(
     from kvstore.rpc.v1 import metadata_pb2
     from kvstore.rpc.v1.metadata_pb2_grpc import MetadataServiceStub
 
-    configured = load(NodeSettings, config=config).metadata_address or load(MetadataSettings, config=config).address
-    address = metadata or configured
-    hint = "start the service with `kvstore metadata` or `kvstore up`, or name the right one with --metadata"
-    answer = _ask(address, MetadataServiceStub, "ListNodes", metadata_pb2.ListNodesRequest(), deadline_s, hint)
+    address = metadata_address(metadata, config)
+    request = metadata_pb2.ListNodesRequest()
+    answer = ask(address, MetadataServiceStub, "ListNodes", request, deadline_s, METADATA_HINT)
     nodes = [_node_facts(entry) for entry in answer.nodes]
     if as_json:
         print_json({"metadata_address": address, "nodes": nodes})
@@ -77,7 +59,7 @@ def _node_facts(entry: NodeStatus) -> dict[str, Any]:
 
 
 def stats(
-    node: Annotated[str, typer.Option("--node", metavar="HOST:PORT", help="Node. Default: the configured one.")] = "",
+    node: NodeOption = "",
     deadline_s: DeadlineOption = 5.0,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -86,11 +68,8 @@ def stats(
     from kvstore.rpc.v1 import node_pb2
     from kvstore.rpc.v1.node_pb2_grpc import NodeServiceStub
 
-    address = node or load(NodeSettings, config=config).control_address
-    hint = (
-        "start one with `kvstore node` or `kvstore up`, or name the right one with --node (`kvstore status` lists them)"
-    )
-    answer = _ask(address, NodeServiceStub, "Stats", node_pb2.StatsRequest(), deadline_s, hint)
+    address = node_address(node, config)
+    answer = ask(address, NodeServiceStub, "Stats", node_pb2.StatsRequest(), deadline_s)
     if as_json:
         print(answer.json)
         return

@@ -36,6 +36,8 @@ def _announce_in_words(facts: Mapping[str, object]) -> None:
     role = str(facts.get("role", ""))
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in facts.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{one.replace('_', ' ')} {_number(of)}" for one, of in value.items())
         if name != "role" and value not in ("", None):
             table.add_row(name.replace("_", " "), escape(str(value)))
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -44,6 +46,10 @@ def _announce_in_words(facts: Mapping[str, object]) -> None:
     addresses = {"address": facts.get("control_address", "")} | dict(facts)
     if role in _NEXT_STEPS:
         console.print(escape(f"next: {_NEXT_STEPS[role].format_map(_Blank(addresses))}"))
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 class _Blank(dict[str, object]):

@@ -12,7 +12,11 @@ import typer
 
 from kvstore.cli.flags import Group, JsonOption, takes_settings
 from kvstore.cli.output import announcer
-from kvstore.config import MetadataSettings, NodeSettings, RouterSettings
+from kvstore.config import MetadataSettings, NodeSettings, RouterSettings, Settings
+
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Check the settings, print what is in force, start nothing.")
+]
 
 
 @takes_settings(
@@ -26,20 +30,29 @@ def up(
     router: RouterSettings,
     *,
     with_router: Annotated[bool, typer.Option("--router/--no-router", help="Start the scheduler too.")] = True,
+    check: CheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole pool on this machine: metadata service, node and scheduler."""
-    from kvstore.cli import supervised
-
-    supervised.start(node, {"metadata": metadata, "router": router if with_router else None}, as_json=as_json)
+    others: dict[str, Settings | None] = {"metadata": metadata, "router": router if with_router else None}
+    _start(node, others, check=check, as_json=as_json)
 
 
 @takes_settings(Group(NodeSettings))
-def node(settings: NodeSettings, *, as_json: JsonOption = False) -> None:
+def node(settings: NodeSettings, *, check: CheckOption = False, as_json: JsonOption = False) -> None:
     """Run a node: the daemon that owns this host's share of the pool."""
+    _start(settings, {}, check=check, as_json=as_json)
+
+
+def _start(node: NodeSettings, others: dict[str, Settings | None], *, check: bool, as_json: bool) -> None:
+    if check:
+        from kvstore.cli.effective import print_effective
+
+        print_effective({"node": node, **others}, as_json=as_json)
+        return
     from kvstore.cli import supervised
 
-    supervised.start(settings, {}, as_json=as_json)
+    supervised.start(node, others, as_json=as_json)
 
 
 @takes_settings(Group(MetadataSettings))

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from kvstore.cli import failed
+from kvstore.cli.effective import effective
 from kvstore.cli.output import announcer
+from kvstore.cli.progress import StartProgress
 from kvstore.config import MetadataSettings, NodeSettings, RouterSettings, Settings
 from kvstore.errors import KvStoreError, LayoutMismatch
 from kvstore.node.handover import FULL_RESTART_CODE, Seat
@@ -24,8 +27,9 @@ logger = logging.getLogger(__name__)
 def start(node: NodeSettings, others: dict[str, Settings | None], *, as_json: bool) -> NoReturn:
     """Become the supervisor of a node. `others`: what its worker runs besides, by table; empty for a node alone.
 
-    Raises ConfigurationError for folders that cannot be used.
+    Raises ConfigurationError for folders that cannot be used and for more memory than there is.
     """
+    effective({"node": node})
     node = node.resolved()
     tables = {"node": node, **others}
     payload = {name: None if table is None else table.model_dump(mode="json") for name, table in tables.items()}
@@ -45,13 +49,19 @@ def work(seat: Seat, payload: dict[str, Any]) -> int:
     from kvstore import assemble  # it brings gRPC, which `start` has no use for
 
     settings = payload["settings"]
-    node, announce = NodeSettings(**settings["node"]), announcer(as_json=payload["as_json"])
+    node, tell = NodeSettings(**settings["node"]), announcer(as_json=payload["as_json"])
+    progress = StartProgress(sys.stderr, announced=seat.announced)
+
+    def announce(facts: Mapping[str, object]) -> None:
+        tell(facts)
+        progress.announced()
+
     try:
         if "metadata" not in settings:
-            assemble.run_node(node, announce, seat)
+            assemble.run_node(node, announce, seat, progress)
         else:
             router = RouterSettings(**settings["router"]) if settings["router"] else None
-            assemble.run_up(node, MetadataSettings(**settings["metadata"]), router, announce, seat)
+            assemble.run_up(node, MetadataSettings(**settings["metadata"]), router, announce, seat, progress)
     except LayoutMismatch as exc:
         logger.warning("this node's memory cannot be used by this worker: %s", exc)
         return FULL_RESTART_CODE

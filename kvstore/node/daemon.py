@@ -112,11 +112,11 @@ class NodeDaemon:
         seat: Seat | None = None,
         *,
         mover: Mover | None = None,
-        on_progress: OnProgress = lambda stage, done, total: None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self._settings = settings.resolved()
         self._mover = mover
-        self._on_progress = on_progress
+        self._on_progress = on_progress or (lambda stage, done, total: None)
         self._seat = seat
         self._recovered: Recovered | None = None
         self._former: FormerWriters | None = None

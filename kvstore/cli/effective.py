@@ -1,0 +1,44 @@
+"""What settings amount to, for `--check` and before a start: values in force, bounds that follow from them, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore.cli.output import print_json, print_table
+from kvstore.config import NodeSettings, Settings
+
+
+def effective(tables: Mapping[str, Settings | None]) -> dict[str, Any]:
+    """Values by table, with the node's limits and memory. Raises ConfigurationError for what cannot be started.
+
+    Nothing is made and nothing is reached. A node id that the first start will make is empty.
+    """
+    from kvstore.node.core import CoreSettings
+    from kvstore.node.limits import MemoryPlan, effective_limits
+
+    facts: dict[str, Any] = {}
+    for name, settings in tables.items():
+        if isinstance(settings, NodeSettings):
+            settings = settings.planned()
+            plan = MemoryPlan.of(settings.dram, settings.slots)
+            limits = effective_limits(settings.dram, settings.slots, settings.room_chunks, CoreSettings())
+            plan.check()
+            facts["limits"] = limits
+            facts["memory_bytes"] = plan.total_bytes
+        if settings is not None:
+            facts[name] = settings.model_dump(mode="json")
+    return facts
+
+
+def print_effective(tables: Mapping[str, Settings | None], *, as_json: bool) -> None:
+    """What `--check` prints."""
+    facts = effective(tables)
+    if as_json:
+        print_json(facts)
+        return
+    for name in tables:
+        if name in facts:
+            print_table(f"settings of the {name} table", ["setting", "value"], [(key, str(value)) for key, value in facts[name].items()])
+    print_table("limits", ["limit", "value"], [(key, str(value)) for key, value in facts["limits"].items()])
+    print(f"memory of the whole node, pages and catalog: {facts['memory_bytes']:,} bytes")

@@ -39,6 +39,10 @@ def print_effective(tables: Mapping[str, Settings | None], *, as_json: bool) -> 
         return
     for name in tables:
         if name in facts:
-            print_table(f"settings of the {name} table", ["setting", "value"], [(key, str(value)) for key, value in facts[name].items()])
-    print_table("limits", ["limit", "value"], [(key, str(value)) for key, value in facts["limits"].items()])
+            print_table(f"settings of the {name} table", ["setting", "value"], _rows(facts[name]))
+    print_table("limits", ["limit", "value"], _rows(facts["limits"]))
     print(f"memory of the whole node, pages and catalog: {facts['memory_bytes']:,} bytes")
+
+
+def _rows(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in values.items()]

@@ -87,6 +87,8 @@ def test_evictions_and_hits_are_counted_by_namespace(setting: Setting) -> None:
     setting.core.tick()
     setting.flood()
     space = setting.core.pool.spaces[OTHER.id]
+    setting.core.remove(setting.session.number, SPACE.id, [keys_of(SPACE, 1031, 1)[0]])  # not an eviction
+    assert setting.core.pool.counts["removed_removed"] == 4
     assert (space.evicted_chunks, space.dram_hit_tokens, space.ssd_hit_tokens) == (2, 2 * SMALL.chunk_tokens, 0)
     total = sum(each.evicted_chunks for each in setting.core.pool.spaces.values())
     assert total == setting.core.stats()["evictions"] > 2

@@ -36,6 +36,7 @@ from kvstore.node.daemon import NodeDaemon, NodeMemory, OnProgress
 from kvstore.node.handover import Seat
 from kvstore.node.lookup import CatalogReader
 from kvstore.node.slots import SlotAllocator
+from kvstore.replication import NodeMover
 from kvstore.rpc.channel import format_address, parse_address
 from kvstore.scheduler.server import serve_router
 from kvstore.setting_types import parse_size
@@ -142,7 +143,7 @@ async def _start_node(
     index = RemoteIndex(metadata_address) if metadata_address else None
     if index is not None:
         stack.callback(index.close)
-    daemon = NodeDaemon(settings, index, seat, on_progress=on_progress)
+    daemon = NodeDaemon(settings, index, seat, make_mover=NodeMover, on_progress=on_progress)
     facts = await daemon.start()
     stack.push_async_callback(daemon.stop)
     return {**facts, "metadata_address": metadata_address}
@@ -281,6 +282,16 @@ class EmbeddedHost:
         """See NodeApi. There is nobody to wait for: writer and reader are one process."""
         with self._verb():
             return self.core.acquire(self._session, keys, rectangle, lease_ms)
+
+    def prefetch(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> tuple[int, int]:
+        """See NodeApi. Everything is in DRAM here."""
+        with self._verb():
+            run = self.core.present_run(self._session, keys, rectangle)
+            return run, run
+
+    def persist(self, keys: Keys, deadline_s: float) -> tuple[int, str]:
+        """See NodeApi. A pool inside one process has no SSD."""
+        return 0, "no_ssd"
 
     def release(self, leases: Sequence[int], ticket_ids: Sequence[bytes], deadline_s: float) -> None:
         """See NodeApi."""

@@ -38,12 +38,15 @@ from kvstore.setting_types import (
     OptionalListenAddress,
     OptionalPeerAddress,
     PeerAddress,
+    QuotaTexts,
     Size,
+    SsdPlace,
     is_loopback,
     is_node_id,
     is_wildcard,
     size_text,
     split_address,
+    split_ssd,
 )
 
 DEFAULT_FILES = (Path("kvstore.toml"), Path("/etc/kvstore.toml"))
@@ -114,10 +117,26 @@ class NodeSettings(Settings):
         description="Memory for pages, in bytes or with KiB, MiB, GiB, TiB. All of it gets used; the catalog comes on "
         "top (64 bytes an entry).",
     )
+    ssd: SsdPlace = Field(
+        default="",
+        description="File on an SSD for what does not fit into dram and for what outlives a restart of the host; in a "
+        "folder the node makes its own file. The file never gets longer than SIZE, headers included. Empty: no SSD.",
+    )
+    ssd_admission: Name = Field(
+        default="always",
+        description="What is written to the SSD before it has to leave dram. `always`: everything. `second_touch`: "
+        "what was used at least twice, which wears the disk less and keeps less.",
+    )
+    quotas: QuotaTexts = Field(
+        default="",
+        description="Bytes that a tenant (or the model of namespaces without one) keeps at least and takes at most, "
+        "for example `acme:dram=1GiB..4GiB,ssd=..100GiB; gamma:dram=2GiB..`. Others share the rest.",
+    )
     slots: Count = Field(
         default=0,
-        description="Chunks that are expected to fit; the catalog gets twice as many entries. Too few: writes are "
-        "refused with catalog_full while memory is free. 0: one for every 64 KiB of dram.",
+        description="Chunks that are expected to fit, on both tiers; the catalog gets twice as many entries. Too few: "
+        "writes are refused with catalog_full while memory is free. 0: one for every 64 KiB of dram and every MiB of "
+        "ssd.",
     )
     room_chunks: Count = Field(
         default=0,
@@ -125,7 +144,8 @@ class NodeSettings(Settings):
     )
     eviction: Name = Field(
         default="lru",
-        description="Which chunks go first when memory is full. `lru`: tails of the prefixes that were longest unused.",
+        description="Which chunks go first when memory is full. `lru`: tails of the prefixes that were longest unused. "
+        "Others: `s3fifo`, `sieve`, `arc`, `gdsf` (also weighs what computing again costs).",
     )
     host_id: Name = Field(
         default="",
@@ -162,7 +182,7 @@ class NodeSettings(Settings):
         return self
 
     def resolved(self) -> NodeSettings:
-        """A copy in which host_id, socket_dir, data_dir, node_id and slots are filled in.
+        """A copy in which host_id, socket_dir, data_dir, node_id, ssd and slots are filled in.
 
         Makes both folders and, once, the node id. Raises ConfigurationError naming the folder it cannot use.
         """
@@ -188,9 +208,21 @@ class NodeSettings(Settings):
             "socket_dir": str(socket_dir),
             "data_dir": str(data_dir),
             "node_id": node_id,
-            "slots": self.slots or max(1, self.dram >> 16),
+            "slots": self.slots or max(1, (self.dram >> 16) + (self._ssd_bytes() >> 20)),
+            "ssd": self._ssd_file(node_id),
         }
         return self.model_copy(update=found)
+
+    def _ssd_bytes(self) -> int:
+        return split_ssd(self.ssd)[1] if self.ssd else 0
+
+    def _ssd_file(self, node_id: str) -> str:
+        """The file itself, absolute, where a folder was named."""
+        if not self.ssd:
+            return ""
+        path, size = split_ssd(self.ssd)
+        place = Path(path).expanduser().absolute()
+        return f"{place / f'{node_id}.kvssd' if place.is_dir() else place}:{size}"
 
 
 class MetadataSettings(Settings):

@@ -113,7 +113,7 @@ def chain_steps(core: NodeCore, leaf: bytes) -> _Steps[Chain | None]:
 
 def _generations(chunk: Chunk) -> dict[int, int]:
     """Shards of a chunk that can be read from this node -> generation of the slot."""
-    return {shard: copy.generation for shard, copy in chunk.copies.items()}
+    return {shard: copy.generation for shard, copy in chunk.shards.items()}
 
 
 def _cut(chunk: Chunk) -> tuple[int, tuple[int, ...]]:

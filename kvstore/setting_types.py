@@ -102,6 +102,49 @@ def _node_id(value: object) -> str:
     return str(value)
 
 
+def split_ssd(text: str) -> tuple[str, int]:
+    """(path, bytes) of `PATH:SIZE`; raises ValueError with an example."""
+    path, colon, size = text.rpartition(":")
+    if not (colon and path):
+        raise ValueError(f"{text!r} is not PATH:SIZE; write for example /mnt/nvme0:200GiB")
+    return path, parse_size(size)
+
+
+def _ssd(value: object) -> str:
+    if value != "":
+        split_ssd(str(value))
+    return str(value)
+
+
+QuotaBytes = tuple[str, dict[str, tuple[int, int]]]
+"""Name of a tenant or model; tier -> (bytes it keeps at least, bytes it takes at most), 0 = no bound."""
+
+
+def parse_quotas(text: str) -> list[QuotaBytes]:
+    """Quotas like `acme:dram=1GiB..4GiB,ssd=..100GiB; gamma:dram=2GiB..`. Raises ValueError with an example."""
+    found: list[QuotaBytes] = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, colon, rest = part.rpartition(":")
+        bounds = [bound.strip().partition("=") for bound in rest.split(",")]
+        if not (colon and name) or any(tier not in ("dram", "ssd") or ".." not in span for tier, _, span in bounds):
+            raise ValueError(
+                f"{part!r} is not a quota; write for example 'acme:dram=1GiB..4GiB,ssd=..100GiB', several with ;"
+            )
+        spans = {}
+        for tier, _, span in bounds:
+            least, most = (parse_size(end) if end.strip() else 0 for end in span.split("..", 1))
+            if most and least > most:
+                raise ValueError(f"{part!r}: the minimum of {tier} is above its maximum")
+            spans[tier] = least, most
+        found.append((name.strip(), spans))
+    return found
+
+
+def _quotas(value: object) -> str:
+    parse_quotas(str(value))
+    return str(value)
+
+
 def is_loopback(host: str) -> bool:
     """True for `localhost` and loopback IPs; other names count as reachable from outside."""
     ip = _ip(host)
@@ -122,5 +165,7 @@ PeerAddress = Annotated[str, BeforeValidator(_peer_address), Field(title="HOST:P
 OptionalPeerAddress = Annotated[str, BeforeValidator(_peer_address_or_none), Field(title="HOST:PORT")]
 Host = Annotated[str, BeforeValidator(_host), Field(title="HOST")]
 NodeId = Annotated[str, BeforeValidator(_node_id), Field(title="NAME")]
+SsdPlace = Annotated[str, BeforeValidator(_ssd), Field(title="PATH:SIZE")]
+QuotaTexts = Annotated[str, BeforeValidator(_quotas), Field(title="QUOTAS")]
 Folder = Annotated[str, Field(title="FOLDER")]
 Name = Annotated[str, Field(title="NAME")]

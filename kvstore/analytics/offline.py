@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvstore.analytics.offline_tiers import CLEAN_SHARE, SimulatedNode
+from kvstore.analytics.offline_tiers import SimulatedNode
 from kvstore.analytics.trace import Request
 
 
@@ -64,15 +64,14 @@ def simulate(
     ssd_blocks: int | None = None,
     policy: str = "lru",
     admission: str = "always",
-    clean_share: float = CLEAN_SHARE,
 ) -> HitCounts:
     """Run a trace through one node of `capacity_blocks` blocks of DRAM (None: room for everything).
 
     `ssd_blocks`: room of an SSD behind it (None: there is none), to which `admission` lets everything ("always") or
-    only what was used twice ("second_touch"). `clean_share`: part of DRAM that the cleaner keeps free or written.
+    only what was used twice ("second_touch").
     Raises ConfigurationError or InvalidRequest naming what is wrong.
     """
-    node = SimulatedNode(policy, capacity_blocks, ssd_blocks, admission, clean_share)
+    node = SimulatedNode(policy, capacity_blocks, ssd_blocks, admission)
     counts = HitCounts()
     for request in requests:
         keys = [block_id.to_bytes(8, "little") for block_id in request.hash_ids]

@@ -1,9 +1,9 @@
 """One node without bytes: DRAM and, behind it, an SSD, each with an eviction policy of its own.
 
 The rules are the live node's. A block is present if one tier has it. What is found on the SSD is promoted to DRAM and
-stays on the SSD. A cleaner writes the coldest blocks to the SSD ahead of need, ancestors first. Leaves leave first: on
-either tier, a block goes only when no child of it is there. (A node asks more where a block has no other copy: that it
-has no child at all. Both tiers are prefix-closed, so that it cannot have one on the other tier alone.)
+stays on the SSD. A cleaner writes to the SSD after each request, the coldest and their ancestors first. Leaves leave
+first: on either tier, a block goes only when no child of it is there. (A node asks more where a block has no other
+copy: that it has no child at all. Both tiers are prefix-closed, so that it cannot have one on the other tier alone.)
 
 Invariants (`check`): each tier holds the parent of every block it holds; it is over its room only within `serve`.
 """
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from kvstore.errors import InvalidRequest
 from kvstore.node.eviction import make_policy
 from kvstore.node.eviction.ghosts import GhostList
-
-CLEAN_SHARE = 0.25
-"""Part of DRAM that is to be free or to have a copy on the SSD."""
 
 ADMISSIONS = ("always", "second_touch")
 """What may be written to the SSD: everything, or what was used twice (or stored again soon after it was lost)."""
@@ -124,21 +121,18 @@ class SimulatedNode:
         dram_blocks: int | None,
         ssd_blocks: int | None = None,
         admission: str = "always",
-        clean_share: float = CLEAN_SHARE,
     ) -> None:
-        if (dram_blocks or 0) < 0 or (ssd_blocks or 0) < 0 or not 0 <= clean_share <= 1:
-            raise InvalidRequest("capacity_blocks and ssd_blocks must be >= 0, clean_share must lie in 0..1")
+        if (dram_blocks or 0) < 0 or (ssd_blocks or 0) < 0:
+            raise InvalidRequest("capacity_blocks and ssd_blocks must be >= 0")
         if admission not in ADMISSIONS:
             raise InvalidRequest(f"unknown admission {admission!r}; known: {', '.join(ADMISSIONS)}")
         self._blocks: Blocks = {}
         self._dram = SimulatedTier(policy, dram_blocks, self._blocks)
         self._ssd = SimulatedTier(policy, ssd_blocks or 0, self._blocks)
         self._admits_all = admission == "always"
-        self._dirty_limit = int((dram_blocks or 0) * (1 - clean_share))
         # A block lost longer ago than the SSD reaches back would have left the SSD as well.
         self._lost = GhostList(ssd_blocks or 0)
         self._to_clean: OrderedDict[bytes, None] = OrderedDict()
-        self._dirty_blocks = 0
         self.evictions = 0
         self.lost_blocks = 0
         self.ssd_blocks_written = 0
@@ -175,7 +169,6 @@ class SimulatedNode:
                 self._blocks[keys[index]] = Block(keys[index - 1] if index else None, index * block_tokens)
                 missing.append(keys[index])
         self._dram.add(missing)
-        self._dirty_blocks += len(missing)
         for key in reversed(missing):
             if self._lost.take(key) or self._admits_all:
                 self._to_clean[key] = None
@@ -184,17 +177,16 @@ class SimulatedNode:
         for key in self._dram.evict():
             if key not in self._ssd:
                 self._to_clean.pop(key, None)
-                self._dirty_blocks -= 1
                 self._lost.add(key)
                 self.lost_blocks += 1
                 self._forget(key)
 
     def _clean(self) -> None:
-        """Write the coldest blocks until enough of DRAM is free or clean. Each waiting block is tried once a call."""
+        """Write what waits for it, the coldest first. Each waiting block is tried once a call."""
         if self._dram.room_blocks is None or not self._ssd.room_blocks:
             return
         for _ in range(len(self._to_clean)):
-            if self._dirty_blocks <= self._dirty_limit or not self._to_clean:
+            if not self._to_clean:
                 return
             self._write(next(iter(self._to_clean)))
 
@@ -208,12 +200,10 @@ class SimulatedNode:
         self._ssd.add(chain[::-1])
         for each in chain:
             self._to_clean.pop(each, None)
-        self._dirty_blocks -= len(chain)
         self.ssd_blocks_written += len(chain)
         for gone in self._ssd.evict():
             if gone in self._dram:
                 self._to_clean[gone] = None
-                self._dirty_blocks += 1
             else:
                 self._forget(gone)
 
@@ -227,5 +217,5 @@ class SimulatedNode:
         self._ssd.check()
         assert all(key in self._dram or key in self._ssd for key in self._blocks)
         dirty = {key for key in self._blocks if key not in self._ssd}
-        assert self._dirty_blocks == len(dirty) and self._to_clean.keys() <= dirty
+        assert self._to_clean.keys() <= dirty
         assert not self._admits_all or self._to_clean.keys() == dirty

@@ -12,13 +12,14 @@ transport through staging. A miss is a value, never an exception.
 
 from kvstore.client.cache import Cache
 from kvstore.client.pool_client import Client, connect
-from kvstore.client.values import Destination, Match, ReadResult, Source, WriteResult
+from kvstore.client.values import Destination, Durability, Match, ReadResult, Source, WriteResult
 from kvstore.client.writing import PendingWrite
 
 __all__ = [
     "Cache",
     "Client",
     "Destination",
+    "Durability",
     "Match",
     "PendingWrite",
     "ReadResult",

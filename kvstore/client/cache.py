@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from kvstore.client import buffers
@@ -12,7 +13,7 @@ from kvstore.client.host import HostNode
 from kvstore.client.nodes import Nodes
 from kvstore.client.reading import Reading
 from kvstore.client.remote_writing import write_remote
-from kvstore.client.values import Bytes, Match, ReadResult, WriteResult
+from kvstore.client.values import Bytes, Durability, Match, ReadResult, WriteResult
 from kvstore.client.writing import PendingWrite
 from kvstore.errors import InvalidRequest, KvStoreError, Unreachable
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
@@ -20,6 +21,7 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Extra, KeyChain, Keys, Tokens
 from kvstore.model.ticket import Ticket
 from kvstore.model.values import MissReason, NodeInfo
+from kvstore.node import NodeApi
 
 
 class Cache:
@@ -66,13 +68,16 @@ class Cache:
     # --- look-up -----------------------------------------------------------------------------------------
 
     def match(self, keys: Keys, *, rectangle: Rectangle | None = None, deadline_s: float = 1.0) -> Match:
-        """How many leading chunks are there, on the own host's node and on the best node. Keeps and pins nothing."""
+        """How many leading chunks are there, on the own host's node and on the best node, on whatever tier.
+
+        Keeps and pins nothing.
+        """
         self._check(keys, reads=True)
         if self._nodes.closed:
             return Match(0, 0, 0, 0)
         wanted = rectangle or self.rectangle
         host = self._nodes.host(deadline_s)
-        local = host.reader.find(keys, wanted).run if host is not None else 0
+        local = host.reader.find(keys, wanted).present if host is not None else 0
         pool = local
         if local < len(keys):
             pool = max([local, *(match.run for match in self._nodes.nodes_with(keys, wanted, deadline_s))])
@@ -112,15 +117,19 @@ class Cache:
         return reading.result()
 
     def prefetch(self, keys: Keys, *, deadline_s: float = 30.0) -> Future[ReadResult]:
-        """Bring chunks that other nodes hold to the own host's node, in the background.
+        """Bring chunks to the own host's node that others hold, and into its DRAM what it has on its SSD.
 
-        The result says how many leading chunks the own node holds afterwards. Its `reason` is why not more.
+        Runs in the background. The SSD is only told what to read; that goes on after the answer. The result says how
+        many leading chunks the own node holds afterwards. Its `reason` is why not more.
         """
         self._check(keys)
         return self._nodes.prefetcher().submit(self._prefetch, keys, deadline_s)
 
     def _prefetch(self, keys: Keys, deadline_s: float) -> ReadResult:
         before = self.match(keys)
+        host = self._nodes.host(deadline_s)
+        if host is not None and before.local_chunks:
+            host.api.prefetch(keys.slice(0, before.local_chunks), self.rectangle, deadline_s)
         if before.local_chunks == before.pool_chunks:
             reason = MissReason.ABSENT if before.local_chunks < len(keys) else None
             return ReadResult(before.local_chunks, before.local_tokens, before.local_chunks, 0, reason)
@@ -148,23 +157,52 @@ class Cache:
         deadline_s: float = 10.0,
         for_ticket: Ticket | None = None,
         node: NodeInfo | str | None = None,
+        durability: Durability = Durability.DRAM,
     ) -> WriteResult:
         """Store the rank's rectangle of these chunks on the own host's node, or on `node` (or its gRPC address).
 
         `keys` must start at the beginning of the prompt, so that missing ancestors are stored too. `source`: array or
         tensor like `read`'s, or a `Source`. A node that shares no memory with this process gets the pages by gRPC;
-        then they are not pinned for the ticket. Raises SessionLost, Unreachable, DeadlineExceeded.
+        then they are not pinned for the ticket. `durability` SSD: the answer waits until they are on that node's SSD;
+        `WriteResult.durable` says how many are. Raises SessionLost, Unreachable, DeadlineExceeded.
         """
         self._check(keys)
         end_s = time.monotonic() + deadline_s
         target = self._nodes.write_target(node, deadline_s)
         if target is not None:
-            return self._write_remote(target, keys, source, end_s, for_ticket)
+            result = self._write_remote(target, keys, source, end_s, for_ticket)
+        else:
+            result = self._write_here(keys, source, end_s, for_ticket)
+        if durability is Durability.DRAM:
+            return result
+        saved, reason = self._api_of(target, end_s).persist(keys, _left(end_s))
+        return replace(result, durable=saved, not_durable=reason)
+
+    def _write_here(self, keys: Keys, source: Any, end_s: float, for_ticket: Ticket | None) -> WriteResult:
         pending = self.begin_write(keys, for_ticket=for_ticket, deadline_s=_left(end_s))
         with pending:
             pages = buffers.as_source(source, self.layout, self.rectangle, len(keys))
             pending.put_layers(self.rectangle.layer_start, self.rectangle.layer_stop, pages)
             return pending.commit()
+
+    def persist(self, keys: Keys, *, deadline_s: float = 10.0) -> tuple[int, str]:
+        """Wait until the own host's node has these chunks on its SSD: (leading chunks that are, why not the next).
+
+        The reason is `no_ssd`, `absent`, `ssd_full`, `ssd_error` or `deadline`; empty when all are. Raises SessionLost,
+        Unreachable, DeadlineExceeded.
+        """
+        self._check(keys)
+        end_s = time.monotonic() + deadline_s
+        return self._api_of(None, end_s).persist(keys, _left(end_s))
+
+    def _api_of(self, target: NodeInfo | None, end_s: float) -> NodeApi:
+        """The session with a node of another host, or with the own host's (None)."""
+        if target is not None:
+            return self._nodes.peer(target, _left(end_s)).api
+        host = self._nodes.host(_left(end_s))
+        if host is None:
+            raise Unreachable("there is no node on this host; start `kvstore node` here")
+        return host.api
 
     def _write_remote(
         self, target: NodeInfo, keys: Keys, source: Any, end_s: float, for_ticket: Ticket | None

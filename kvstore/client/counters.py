@@ -9,18 +9,22 @@ from kvstore.model.values import MissReason
 
 
 class Counters:
-    """Parts add up: hit tokens local + remote + miss tokens = tokens asked for."""
+    """Parts add up: hit tokens local + remote + miss tokens = tokens asked for. `hit_tokens_ssd` is the part of both
+    that lay on an SSD."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def read(self, *, local_tokens: int, remote_tokens: int, missed_tokens: int, reason: MissReason | None) -> None:
+    def read(
+        self, *, local_tokens: int, remote_tokens: int, ssd_tokens: int, missed_tokens: int, reason: MissReason | None
+    ) -> None:
         """One read ended."""
         with self._lock:
             self._counts["reads"] += 1
             self._counts["hit_tokens_local"] += local_tokens
             self._counts["hit_tokens_remote"] += remote_tokens
+            self._counts["hit_tokens_ssd"] += ssd_tokens
             if reason is not None:
                 self._counts[f"miss_tokens_{reason.value}"] += missed_tokens
                 self._counts[f"misses_{reason.value}"] += 1

@@ -29,11 +29,15 @@ STRONG_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 @dataclass(frozen=True, slots=True)
 class LocalRead:
-    """`chunks` leading chunks were delivered; `reason` says why the next was not. `retries`: fences that failed."""
+    """`chunks` leading chunks were delivered; `reason` says why the next was not. `retries`: fences that failed.
+
+    `slower`: the next chunk is on this node, but on a slower tier.
+    """
 
     chunks: int
     reason: MissReason | None
     retries: int
+    slower: bool = False
 
 
 def read_local(
@@ -58,7 +62,7 @@ def read_local(
         if reason in _RETRIED and retries < FENCE_RETRIES and time.monotonic() < end_s:
             retries += 1
             continue
-        return LocalRead(done, reason or found.reason, retries)
+        return LocalRead(done, reason or found.reason, retries, reason is None and found.present > found.run)
 
 
 class _Run:

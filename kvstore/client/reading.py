@@ -14,7 +14,7 @@ from kvstore.client.local import read_local
 from kvstore.client.nodes import Nodes
 from kvstore.client.remote import RemoteRead, read_remote
 from kvstore.client.values import Bytes, Destination, ReadResult
-from kvstore.errors import KvStoreError
+from kvstore.errors import DeadlineExceeded, KvStoreError
 from kvstore.model.layout import Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -45,7 +45,8 @@ class Reading:
         self._wanted = wanted
         self._destination = destination
         self._end_s = end_s
-        self._done = self._local = 0
+        self._done = self._local = self._ssd_tokens = 0
+        self._slower = False
         self._reason: MissReason | None = MissReason.ABSENT
         self._bytes: Counter[str] = Counter()
 
@@ -69,6 +70,7 @@ class Reading:
                 )
             return
         self._read_host(host)
+        self._read_slower(host)
         waits = ticket is not None and any(rank.node_id == host.info.node_id for rank in ticket.ranks)
         if ticket is not None and waits and not self.complete and self._left_s() > 0:
             try:
@@ -77,11 +79,45 @@ class Reading:
                 self._reason = MissReason.UNREACHABLE
                 return
             self._read_host(host)
+            self._read_slower(host)
+
+    def _read_slower(self, host: HostNode) -> None:
+        """What the own host's node has on a slower tier: it brings that into DRAM, part by part, under a lease."""
+        while not self.complete and self._slower and self._left_s() > 0:
+            rest, before = self._keys.slice(self._done, len(self._keys)), self._done
+            try:
+                lease_ms = int(self._left_s() * 1000) + 1000
+                answer = host.api.acquire(rest, self._wanted, lease_ms, b"", 0, self._left_s())
+            except DeadlineExceeded:
+                self._reason = MissReason.DEADLINE
+                return
+            except KvStoreError:
+                self._reason = MissReason.UNREACHABLE
+                return
+            try:
+                self._read_host(host)
+            finally:
+                self._release(host, answer.lease)
+            came = self._keys.tokens_of_first(self._done) - self._keys.tokens_of_first(before)
+            self._ssd_tokens += min(answer.ssd_tokens, came)
+            if answer.reason is not None and self._done >= before + answer.run:
+                self._reason = answer.reason
+                return
+            if self._done == before:
+                return
+
+    def _release(self, host: HostNode, lease: int) -> None:
+        if lease:
+            try:
+                host.api.release([lease], [], max(0.05, min(1.0, self._left_s())))
+            except KvStoreError:  # then it runs out by itself
+                self._nodes.counters.add("leases_left_to_run_out")
 
     def _read_host(self, host: HostNode) -> None:
         rest = self._keys.slice(self._done, len(self._keys)) if self._done else self._keys
         into = self._destination if not self._done else _Shifted(self._destination, self._done)
         result = read_local(host, self._namespace.layout, rest, self._wanted, into, self._end_s)
+        self._slower = result.slower
         self._done += result.chunks
         self._local += result.chunks
         self._reason = result.reason
@@ -126,6 +162,7 @@ class Reading:
                 return
             result = self._read_peer_once(info, ticket_id, wait_ms)
             self._done += result.chunks
+            self._ssd_tokens += result.ssd_tokens
             self._reason = result.reason
             self._bytes[self._nodes.remote_path] += result.payload_bytes
             if result.reason is MissReason.SESSION_LOST:  # it ran out while this client was idle: open another
@@ -170,12 +207,13 @@ class Reading:
         self._nodes.counters.read(
             local_tokens=local_tokens,
             remote_tokens=tokens - local_tokens,
+            ssd_tokens=self._ssd_tokens,
             missed_tokens=keys.token_count - tokens,
             reason=reason,
         )
         for path, count in self._bytes.items():
             self._nodes.counters.add(f"read_bytes_{path}", count)
-        return ReadResult(done, tokens, self._local, done - self._local, reason, dict(self._bytes))
+        return ReadResult(done, tokens, self._local, done - self._local, reason, dict(self._bytes), self._ssd_tokens)
 
 
 class _Shifted:

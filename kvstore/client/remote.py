@@ -41,11 +41,16 @@ _REASON_OF_STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class RemoteRead:
-    """`chunks` leading chunks were delivered; `payload_bytes` came over the network (tables included)."""
+    """`chunks` leading chunks were delivered; `payload_bytes` came over the network (tables included).
+
+    `ssd_tokens` of them the peer had on its SSD only. `more`: it has the next chunk, on a slower tier.
+    """
 
     chunks: int
     reason: MissReason | None
     payload_bytes: int
+    ssd_tokens: int = 0
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,50 @@ def read_remote(
     """Deliver the longest prefix of `keys` that this peer holds; chunk i goes to place `first + i`.
 
     Every failure is a reason, not an exception. `executor` runs what overlaps with receiving; the destination is
-    called from its threads, one call at a time. `verify` False only for tests.
+    called from its threads, one call at a time. `verify` False only for tests. What the peer has to bring from a slower
+    tier comes in several parts.
     """
+    done = RemoteRead(0, None, 0, more=True)
+    while done.more and time.monotonic() < end_s:
+        part = _read_part(
+            peer,
+            staging,
+            namespace,
+            keys.slice(done.chunks, len(keys)),
+            rectangle,
+            destination,
+            first + done.chunks,
+            end_s,
+            executor,
+            ticket_id,
+            wait_ms,
+            verify,
+        )
+        done = RemoteRead(
+            done.chunks + part.chunks,
+            part.reason,
+            done.payload_bytes + part.payload_bytes,
+            done.ssd_tokens + part.ssd_tokens,
+            part.more and part.chunks > 0,
+        )
+    return done if done.chunks == len(keys) or done.reason else replace(done, reason=MissReason.DEADLINE)
+
+
+def _read_part(
+    peer: Peer,
+    staging: Staging,
+    namespace: Namespace,
+    keys: Keys,
+    rectangle: Rectangle,
+    destination: Destination,
+    first: int,
+    end_s: float,
+    executor: Executor,
+    ticket_id: bytes,
+    wait_ms: int,
+    verify: bool,
+) -> RemoteRead:
+    """One Acquire, and what it leased."""
     try:
         peer.register(namespace, _left(end_s))
         lease_ms = min(60_000, int(_left(end_s) * 1000) + 1000)
@@ -162,7 +209,10 @@ def read_remote(
         )
     finally:
         _release(peer, answer, end_s)
-    return result if result.chunks < answer.run else replace(result, reason=answer.reason)
+    ssd_tokens = min(answer.ssd_tokens, keys.tokens_of_first(result.chunks))
+    if result.chunks < answer.run:
+        return replace(result, ssd_tokens=ssd_tokens)
+    return replace(result, reason=answer.reason, ssd_tokens=ssd_tokens, more=answer.more)
 
 
 def _read_places(

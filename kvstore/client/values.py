@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,7 @@ class ReadResult:
     """`chunks` leading chunks were delivered; what lies behind them in the destination is undefined.
 
     `reason`: why the next chunk was not, None if all were. `bytes_by_path`: payload bytes by transport name.
+    `ssd_tokens`: those of `tokens` that a node had on its SSD only.
     """
 
     chunks: int
@@ -37,13 +39,28 @@ class ReadResult:
     remote_chunks: int
     reason: MissReason | None
     bytes_by_path: Mapping[str, int] = field(default_factory=dict)
+    ssd_tokens: int = 0
+
+
+class Durability(enum.StrEnum):
+    """What a write waits for."""
+
+    DRAM = "dram"
+    """Visible to readers; on the SSD later, where there is one."""
+    SSD = "ssd"
+    """On the SSD, flushed: it outlives a restart of the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """`outcomes` are parallel to the keys written."""
+    """`outcomes` are parallel to the keys written.
+
+    `durable`: leading chunks that are on the node's SSD, and `not_durable` why not the next, where that was asked for.
+    """
 
     outcomes: Sequence[Outcome]
+    durable: int = 0
+    not_durable: str = ""
 
     @property
     def stored(self) -> int:

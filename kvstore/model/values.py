@@ -40,6 +40,8 @@ class MissReason(enum.StrEnum):
     """The node that has it did not answer."""
     SESSION_LOST = "session_lost"
     """The node's session ended during the read."""
+    TIER_FAILED = "tier_failed"
+    """It was on a tier that is out of service."""
     PARENT_MISS = "parent_miss"
     """A chunk before it was a miss; later chunks are of no use."""
 

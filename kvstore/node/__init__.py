@@ -65,6 +65,10 @@ class AcquireAnswer:
     lease_ms: int
     reason: MissReason | None
     epoch: int
+    more: bool = False
+    """The chunk after the run is on a slower tier of this node: ask again, starting there."""
+    ssd_tokens: int = 0
+    """Tokens of the run that this call found on the SSD."""
 
 
 class NodeApi(Protocol):
@@ -92,7 +96,13 @@ class NodeApi(Protocol):
     def acquire(
         self, keys: Keys, rectangle: Rectangle, lease_ms: int, ticket_id: bytes, wait_ms: int, deadline_s: float
     ) -> AcquireAnswer:
-        """Resolve keys to slots, leased for `lease_ms` (0: a probe that keeps nothing)."""
+        """Resolve keys to slots, leased for `lease_ms` (0: a probe that keeps nothing and reads nothing)."""
+
+    def prefetch(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> tuple[int, int]:
+        """A hint: begin to bring keys from slower tiers into DRAM. Returns (leading chunks on the node, in DRAM)."""
+
+    def persist(self, keys: Keys, deadline_s: float) -> tuple[int, str]:
+        """Wait until keys are on the SSD. Returns (leading chunks that are, why not the next; empty if all are)."""
 
     def release(self, leases: Sequence[int], ticket_ids: Sequence[bytes], deadline_s: float) -> None:
         """End leases and tickets. Unknown ones are no error."""

@@ -6,6 +6,7 @@ Between two steps of a verb the event loop serves others. Stored bytes are compa
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -22,6 +23,7 @@ from kvstore.node.core import NodeCore
 from kvstore.node.moving import Mover
 from kvstore.node.operations import NamespaceContents, Operations, Promoter, SampledShard, Steps
 from kvstore.node.pins import PinFile
+from kvstore.node.tier import Bounds, Tier
 from kvstore.rpc import wire
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
 
@@ -30,6 +32,8 @@ GEOMETRIES_LIMIT: Final = 64
 DRAIN_TARGETS_LIMIT: Final = 1024
 RECORDS_A_MESSAGE: Final = 500
 """Chunks in one answer of ListChunks: making it takes about 2 ms."""
+ANSWER_S: Final = 0.05
+"""Kept of a call's time for its answer, when it waits for a disk."""
 T = TypeVar("T")
 
 
@@ -63,7 +67,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListNamespacesResponse:
         """Figures by namespace."""
         contents = await _in_steps(self._operations.namespaces())
-        return admin_pb2.ListNamespacesResponse(namespaces=[_figures(one) for one in contents])
+        tiers = self._core.pool.tiers
+        return admin_pb2.ListNamespacesResponse(namespaces=[_figures(one, tiers) for one in contents])
 
     async def ListChunks(
         self, request: admin_pb2.ListChunksRequest, _: Any
@@ -75,7 +80,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             parts = (self._operations.prefix(space, wire.check_key("up_to_key", request.up_to_key)),)
         for part in parts:
             for start in range(0, len(part), RECORDS_A_MESSAGE):
-                stored = [chunk for chunk in part[start : start + RECORDS_A_MESSAGE] if chunk.copies]
+                stored = [chunk for chunk in part[start : start + RECORDS_A_MESSAGE] if chunk.is_committed]
                 yield admin_pb2.ListChunksResponse(chunks=[self._record(chunk) for chunk in stored])
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -88,16 +93,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             parent_fingerprint=chunk.parent_fingerprint or 0,
             token_count=chunk.token_count,
             dram_shards=list(chunk.copies),
+            ssd_shards=list(chunk.ssd),
             unused_ms=int(self._operations.unused_s(chunk) * 1000),
         )
 
     # --- pins and warming --------------------------------------------------------------------------------
 
-    async def Pin(self, request: admin_pb2.PinRequest, _: Any) -> admin_pb2.PinResponse:
-        """Keeps a prefix. Answers when the pin is on the disk, so that it outlives the node."""
+    async def Pin(self, request: admin_pb2.PinRequest, context: Any) -> admin_pb2.PinResponse:
+        """Keeps a prefix, in DRAM. Answers when the pin is on the disk, so that it outlives the node."""
         namespace_id, key = wire.check_key("namespace_id", request.namespace_id), wire.check_key("key", request.key)
         pinned = await _in_steps(self._operations.pin(request.name, namespace_id, key, request.lifetime_ms / 1000))
         await self._save_pins()
+        line = self._operations.prefix(self._operations.space(namespace_id), key)
+        await self._promote(line[: pinned.chunks], context)
         return admin_pb2.PinResponse(
             pinned_chunks=pinned.chunks, pinned_bytes=pinned.bytes, refused_chunks=pinned.refused_chunks
         )
@@ -128,21 +136,25 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with self._saving:
             await asyncio.to_thread(self._pin_file.save, self._operations.kept_pins())
 
-    async def Warm(self, request: admin_pb2.WarmRequest, _: Any) -> admin_pb2.WarmResponse:
-        """Brings chunks into DRAM as far as there is a slower tier that has them."""
+    async def Warm(self, request: admin_pb2.WarmRequest, context: Any) -> admin_pb2.WarmResponse:
+        """Brings chunks into DRAM: a prefix, or of a namespace what was used last, as much as fits."""
         space = self._operations.space(wire.check_key("namespace_id", request.namespace_id))
         asked: list[Chunk] = []
         if request.key:
             asked = self._operations.prefix(space, wire.check_key("key", request.key))
         else:
-            for part in self._operations.chunks(space):
-                asked += part
-                await asyncio.sleep(0)
-        missing = [chunk for chunk in asked if not chunk.copies]
-        promoted = await self._promoter.promote(missing) if self._promoter is not None and missing else 0
-        return admin_pb2.WarmResponse(
-            dram_chunks=sum(bool(chunk.copies) for chunk in asked), asked_chunks=len(asked), promoted_chunks=promoted
-        )
+            asked = await _in_steps(self._operations.warmest(space, self._core.pool.allocator.arena_bytes))
+        promoted = await self._promote(asked, context)
+        in_dram = sum(chunk.ssd.keys() <= chunk.copies.keys() for chunk in asked)
+        return admin_pb2.WarmResponse(dram_chunks=in_dram, asked_chunks=len(asked), promoted_chunks=promoted)
+
+    async def _promote(self, chunks: Sequence[Chunk], context: Any) -> int:
+        """Bring those of the chunks into DRAM that are not; how many came."""
+        missing = [chunk for chunk in chunks if not chunk.ssd.keys() <= chunk.copies.keys()]
+        if self._promoter is None or not missing:
+            return 0
+        ends_s = time.monotonic() + context.time_remaining() - ANSWER_S
+        return await self._promoter.promote(missing, ends_s)
 
     # --- removal and checks ------------------------------------------------------------------------------
 
@@ -153,6 +165,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         namespace_id = wire.check_key("namespace_id", request.namespace_id)
         had_pins = any(pin.namespace_id == namespace_id for pin, _ in self._operations.pins())
         removed = await _in_steps(self._operations.remove_namespace(namespace_id))
+        if self._promoter is not None:
+            await self._promoter.forget_removed()
         if had_pins:
             await self._save_pins()
         return admin_pb2.RemoveNamespaceResponse(removed_chunks=removed)
@@ -169,7 +183,22 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         for shard in shards:
             if await asyncio.to_thread(shard.is_broken, self._arena) and self._operations.still_holds(shard):
                 findings.append(await self._broken(shard, request.repair))
-        return admin_pb2.CheckResponse(chunks=chunk_count, sampled_chunks=sampled, findings=findings)
+        if self._promoter is not None:
+            for chunk in sampled:
+                findings += await self._broken_on_ssd(self._promoter, chunk, request.repair)
+        return admin_pb2.CheckResponse(chunks=chunk_count, sampled_chunks=len(sampled), findings=findings)
+
+    async def _broken_on_ssd(self, promoter: Promoter, chunk: Chunk, repair: bool) -> list[admin_pb2.Finding]:
+        """What differs on the SSD; with `repair` its copies there go, with all below that need them there."""
+        found = []
+        for shard in list(chunk.ssd):
+            if await promoter.is_broken(chunk, shard):
+                text = f"the bytes of chunk {chunk.key.hex()}, shard {shard:#010x}, differ on the SSD"
+                found.append(admin_pb2.Finding(kind="ssd_checksum", text=text, key=chunk.key, repaired=repair))
+        if found and repair:
+            promoter.drop_broken(chunk)
+            await promoter.forget_removed()
+        return found
 
     async def _broken(self, shard: SampledShard, repair: bool) -> admin_pb2.Finding:
         """The finding; with `repair` the chunk goes, with all below it, which is of no use without it."""
@@ -243,8 +272,13 @@ async def _in_steps(steps: Steps[T]) -> T:
         await asyncio.sleep(0)
 
 
-def _figures(contents: NamespaceContents) -> admin_pb2.NamespaceFigures:
+def _figures(contents: NamespaceContents, tiers: Sequence[Tier]) -> admin_pb2.NamespaceFigures:
     space = contents.space
+    bounds: dict[str, int] = {}
+    for tier in tiers:
+        found = tier.bounds.get(space.group, Bounds())
+        name = tier.name.name.lower()
+        bounds |= {f"{name}_min_bytes": found.min_bytes, f"{name}_max_bytes": found.max_bytes}
     written = {shards[0] >> 8: [shard & 0xFF for shard in shards] for shards in space.sets_here}
     return admin_pb2.NamespaceFigures(
         namespace_id=space.id,
@@ -255,6 +289,8 @@ def _figures(contents: NamespaceContents) -> admin_pb2.NamespaceFigures:
         ],
         chunks=contents.chunks,
         dram_bytes=contents.dram_bytes,
+        ssd_bytes=contents.ssd_bytes,
+        **bounds,
         evicted_chunks=space.evicted_chunks,
         dram_hit_tokens=space.dram_hit_tokens,
         ssd_hit_tokens=space.ssd_hit_tokens,

@@ -22,6 +22,7 @@ from typing import Final
 from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch, LimitExceeded
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
+from kvstore.model.values import Tier
 from kvstore.node.memory import (
     BUCKET_ENTRIES,
     DESCRIPTION_BYTES,
@@ -67,6 +68,7 @@ SHARD_MIX_1: Final = 0xC2B2AE3D27D4EB4F
 """Odd constants that spread the shard id over the two hash words of a key."""
 
 _WORD = 1 << 64
+_DRAM = int(Tier.DRAM)
 _RECORD_REST = struct.Struct("<QIIQ16s16s")
 _LENGTH_BYTES = 4
 _RECTANGLE_WORDS = GEOMETRY_WORDS - 2
@@ -159,11 +161,19 @@ class CatalogWriter:
 
     def raise_generation(self, slot: int) -> int:
         """Give the slot a new odd generation, so that every older reference to it fails. Returns it."""
-        counter = self._words[16] + 1  # Header.COUNTER
-        self._words[16] = counter
-        generation = (self.epoch & 0xFFFFF) << 44 | (counter & ((1 << 43) - 1)) << 1 | 1
+        generation = self.next_generation() | 1
         self._store(self._generations_word + slot, generation)
         return generation
+
+    def next_generation(self) -> int:
+        """An even generation that no slot had before."""
+        counter = self._words[16] + 1  # Header.COUNTER
+        self._words[16] = counter
+        return (self.epoch & 0xFFFFF) << 44 | (counter & ((1 << 43) - 1)) << 1
+
+    def skip_generations(self, age: int) -> None:
+        """Generations from now on are younger than this age: the SSD has some from before the memory was made."""
+        self._words[16] = max(self._words[16], age)
 
     def generation(self, slot: int) -> int:
         """The slot's generation word."""
@@ -201,9 +211,10 @@ class CatalogWriter:
         self.claimed_count -= 1
 
     def publish(self, entry: int, value: EntryValue) -> None:
-        """Make a committed shard visible. `value.generation` is even and becomes the slot's generation."""
+        """Make a committed shard visible. `value.generation` is even and, in DRAM, becomes the slot's generation."""
         store, at, words = self._store, self._entries_word + entry * ENTRY_WORDS, value.words()
-        store(self._generations_word + value.slot, value.generation)
+        if value.tier == _DRAM:
+            store(self._generations_word + value.slot, value.generation)
         store(at + 3, value.generation | 1)
         for word in (0, 1, 2, 4, 5, 6, 7):
             store(at + word, words[word])
@@ -211,7 +222,7 @@ class CatalogWriter:
         self._store_tag(entry, _tag(words[0], value.shard))
 
     def withdraw(self, entry: int, slot: int) -> int:
-        """Make a shard invisible before its slot is reused; gives the entry back. Returns the new generation."""
+        """Make a shard in DRAM invisible before its slot is reused; gives the entry back. Returns the generation."""
         generation = self.raise_generation(slot)
         self.clear(entry, generation)
         self.unclaim(entry)

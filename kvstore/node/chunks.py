@@ -42,11 +42,11 @@ class KnownNamespace:
         """Shard id -> what it is."""
         self.sets_here: list[tuple[int, ...]] = []
         """For each geometry, the shards that make a chunk covered on this node."""
-        self.evicted_chunks = 0
-        self.dram_hit_tokens = 0
-        self.ssd_hit_tokens = 0
-        """Dropped to make room, and resolved for readers by Acquire, since the start."""
-        self._written_here: dict[int, set[int]] = {}
+        self.group = 0
+        """Its quota group: 0 shares the rest of the tiers with all others of 0."""
+        self.evicted_chunks = self.dram_hit_tokens = self.ssd_hit_tokens = 0
+        self.written_here: dict[int, set[int]] = {}
+        """Geometry digest -> numbers of its rectangles that writers store on this node."""
         self._covers: dict[Rectangle, list[tuple[int, ...]]] = {}
 
     @property
@@ -61,10 +61,10 @@ class KnownNamespace:
         for number, rectangle in enumerate(geometry.rectangles):
             kind = ShardKind(rectangle, slot_bytes(layout, rectangle), layout.payload_bytes(rectangle))
             self.kinds[digest << 8 | number] = kind
-        self._written_here.setdefault(digest, set()).update(written_here)
+        self.written_here.setdefault(digest, set()).update(written_here)
         self.sets_here = [
             tuple(each << 8 | number for number in sorted(numbers))
-            for each, numbers in self._written_here.items()
+            for each, numbers in self.written_here.items()
             if numbers
         ]
         self._covers.clear()
@@ -91,7 +91,10 @@ class KnownNamespace:
 
 @dataclass(slots=True)
 class Copy:
-    """One committed shard: its slot, generation, catalog entry and checksum-table hash."""
+    """One committed shard on one tier: its slot, generation, catalog entry and checksum-table hash.
+
+    The copies of a shard on several tiers share one entry, which tells of the fastest.
+    """
 
     slot: int
     generation: int
@@ -104,9 +107,11 @@ class Copy:
 class Chunk:
     """A chunk with at least one committed or reserved shard.
 
-    `pending` maps shard -> attempt. `first_child`, `next_sibling` and `previous_sibling` link the children of one
-    parent (a set a chunk would cost more than the chunk). `holds` counts leases and pins. `fingerprint` and
-    `parent_fingerprint` are None when the writer sent none; of the former only 48 bits outlive a restart.
+    `copies` are its committed shards in DRAM, `ssd` those on the SSD. `pending` maps shard -> attempt. `first_child`,
+    `next_sibling` and `previous_sibling` link the children of one parent (a set a chunk would cost more than the
+    chunk). `holds` counts leases and pins. `fingerprint` and `parent_fingerprint` are None when the writer sent none;
+    of the former only 48 bits outlive a restart. `depth` counts the chunks before it, `used_s` is the time of its last
+    use, `uses` counts them.
     """
 
     key: bytes
@@ -118,13 +123,16 @@ class Chunk:
     first_seen_s: float
     parent: Chunk | None = None
     copies: dict[int, Copy] = field(default_factory=dict)
+    ssd: dict[int, Copy] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)
     first_child: Chunk | None = None
     next_sibling: Chunk | None = None
     previous_sibling: Chunk | None = None
     holds: int = 0
     published: bool = False
-    class_bytes: int = 0
+    depth: int = 0
+    used_s: float = 0.0
+    uses: int = 0
 
     @property
     def is_root(self) -> bool:
@@ -148,7 +156,7 @@ class Chunk:
         return bool((own ^ self.fingerprint) & TOKEN_FINGERPRINT_MASK) or parent != self.parent_fingerprint
 
     def covering(self, rectangle: Rectangle) -> tuple[int, ...] | None:
-        """Shards of one geometry that cover the rectangle, None if there are none."""
+        """Shards of one geometry, all in DRAM, that cover the rectangle; None if there are none."""
         copies = self.copies
         for shards in self.space.covers(rectangle):
             for shard in shards:
@@ -158,22 +166,47 @@ class Chunk:
                 return shards
         return None
 
+    def covering_anywhere(self, rectangle: Rectangle) -> tuple[int, ...] | None:
+        """Shards of one geometry that cover the rectangle, on whatever tier; None if there are none."""
+        for shards in self.space.covers(rectangle):
+            for shard in shards:
+                if shard not in self.copies and shard not in self.ssd:
+                    break
+            else:
+                return shards
+        return None
+
+    @property
+    def shards(self) -> dict[int, Copy]:
+        """All committed shards, each by its fastest copy."""
+        return {**self.ssd, **self.copies} if self.ssd else self.copies
+
+    @property
+    def is_committed(self) -> bool:
+        """True if some shard is committed on some tier."""
+        return bool(self.copies or self.ssd)
+
+    @property
+    def is_saved(self) -> bool:
+        """True if all its shards in DRAM are on the SSD too."""
+        return all(shard in self.ssd for shard in self.copies)
+
+    @property
+    def first_token(self) -> int:
+        """Tokens of its prompt before it."""
+        return self.depth * self.space.layout.chunk_tokens
+
     @property
     def covered_here(self) -> bool:
         """True if all rectangles that this node is to hold of one geometry are committed."""
-        copies = self.copies
+        copies, ssd = self.copies, self.ssd
         for shards in self.space.sets_here:
             for shard in shards:
-                if shard not in copies:
+                if shard not in copies and shard not in ssd:
                     break
             else:
                 return True
         return False
-
-    @property
-    def evictable(self) -> bool:
-        """A leaf that nobody holds and nobody is writing."""
-        return self.first_child is None and not self.holds and not self.pending
 
     def children(self) -> Iterator[Chunk]:
         """Chunks of this node whose parent this is. Do not link or unlink while iterating."""
@@ -185,6 +218,7 @@ class Chunk:
     def adopt(self, child: Chunk) -> None:
         """Make `child` a child of this chunk."""
         child.parent = self
+        child.depth = self.depth + 1
         child.next_sibling = self.first_child
         if self.first_child is not None:
             self.first_child.previous_sibling = child
@@ -247,7 +281,7 @@ class Forest:
     def judge_again(self, space: KnownNamespace) -> None:
         """What covers a chunk of this namespace has changed: note those that are not covered any more."""
         for chunk in self.chunks.values():
-            if chunk.space is space and chunk.copies and not chunk.covered_here:
+            if chunk.space is space and chunk.is_committed and not chunk.covered_here:
                 self.uncovered.setdefault(chunk.key)
 
     def subtree(self, chunk: Chunk) -> list[Chunk]:
@@ -269,12 +303,12 @@ class Forest:
         """Links, counts and orphans agree with each other."""
         for chunk in self.chunks.values():
             assert chunk.parent is self.chunks.get(chunk.parent_key), "parent link"
-            assert chunk.copies or chunk.pending, "a chunk without a shard"
+            assert chunk.is_committed or chunk.pending, "a chunk without a shard"
             assert chunk.holds >= 0, "negative holds"
             assert all(child.parent is chunk for child in chunk.children()), "child link"
             assert chunk.parent is None or any(c is chunk for c in chunk.parent.children()), "sibling link"
             assert chunk.is_orphan == (chunk.key in self.orphans.get(chunk.parent_key, ())), "orphan list"
         for keys in self.orphans.values():
             assert keys and all(key in self.chunks for key in keys)
-        expected = {c.key for c in self.chunks.values() if c.copies and not c.covered_here}
+        expected = {c.key for c in self.chunks.values() if c.is_committed and not c.covered_here}
         assert set(self.uncovered) == expected, "uncovered list"

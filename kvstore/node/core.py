@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
+from typing import Final
 
 from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch, LimitExceeded, NotFound, SessionLost
 from kvstore.metadata import Batch, EventKind, IndexEvent
@@ -29,13 +30,16 @@ from kvstore.node import (
     ReserveAnswer,
     ShardPlace,
 )
+from kvstore.node.admission import Admission
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.holds import Holds
 from kvstore.node.pool import Pool
+from kvstore.node.quotas import Quota, Quotas
 from kvstore.node.reservations import Attempt, Reservations, Writer
 from kvstore.node.slots import SlotAllocator
 
+NOTHING_STAGED: Final = range(0)
 SESSIONS_LIMIT = 4096
 REMOTE_IDLE_S = 120.0
 """A session without a socket ends when no call named it for this long."""
@@ -47,8 +51,8 @@ SNAPSHOT_STEP_CHUNKS = 1000
 
 _Steps = Generator[None, None, list[Batch]]
 
-_Event = tuple[EventKind, bytes, bytes, bytes, int]
-"""An IndexEvent without its tier, as a tuple: one is made for every commit and eviction."""
+_Event = tuple[EventKind, bytes, bytes, bytes, int, Tier]
+"""An IndexEvent as a tuple: one is made for every commit and eviction."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +75,8 @@ class CoreSettings:
     room_chunks: int = 0
     session_share: float = 0.5
     """A session's reserved plus quarantined bytes are at most this part of the tier."""
+    quotas: tuple[Quota, ...] = ()
+    ssd_admission: str = "always"
 
 
 class NodeCore:
@@ -83,6 +89,7 @@ class NodeCore:
         allocator: SlotAllocator,
         clock: Callable[[], float],
         settings: CoreSettings,
+        ssd_allocator: SlotAllocator | None = None,
     ) -> None:
         self.info = info
         self.pool = Pool(
@@ -92,11 +99,16 @@ class NodeCore:
             publish=self._publish,
             eviction=settings.eviction,
             room_chunks=settings.room_chunks,
+            ssd_allocator=ssd_allocator,
+            admission=Admission(settings.ssd_admission),
         )
+        self.quotas = Quotas(settings.quotas, self.pool.tiers)
         seed = random.SystemRandom()
         self.reservations = Reservations(self.pool, seed.getrandbits(47) << 16 | 1)
         self.holds = Holds(allocator.arena_bytes)
         self.sessions: dict[int, Session] = {}
+        self.own_slots: set[int] = set()
+        """Slots that the node itself fills just now, with what comes back from the SSD."""
         self.on_commit: Callable[[], None] = lambda: None
         self.on_event: Callable[[], None] = lambda: None
         self.draining = False
@@ -192,6 +204,7 @@ class NodeCore:
     def know(self, namespace: Namespace, geometry: Geometry | None, written_here: Sequence[int]) -> KnownNamespace:
         """Know a namespace, and a geometry with exactly those of its rectangles that are written here."""
         space = self.pool.register(namespace, geometry, written_here)
+        space.group = self.quotas.group_of(namespace)
         if geometry is not None:
             self._geometries.setdefault((namespace.id, geometry), self.last_sequence)
         return space
@@ -213,7 +226,7 @@ class NodeCore:
         for outcome, count in Counter(answer.outcomes).items():
             self.pool.counts[f"reserve_{outcome.name.lower()}"] += count
         present = [key for key, outcome in zip(keys, answer.outcomes, strict=True) if outcome is Outcome.PRESENT]
-        self.pool.order(present)
+        self.pool.order(present, space)
         if ticket_id:
             self._pin(ticket_id, [self.pool.forest.chunks[key] for key in present])
         return answer
@@ -234,7 +247,7 @@ class NodeCore:
             if outcome is Outcome.COMMITTED
         ]
         if last:
-            self.pool.order(live.key_list)
+            self.pool.order(live.key_list, live.space)
         if live.ticket_id:
             found = (self.pool.forest.get(key) for key in done)
             self._pin(live.ticket_id, [chunk for chunk in found if chunk is not None])
@@ -252,45 +265,95 @@ class NodeCore:
             self.reservations.acknowledge(owner.writer, attempt)
         self.on_commit()
 
-    def acquire(self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int) -> AcquireAnswer:
-        """See NodeApi; without the waiting, which is the shell's."""
+    def acquire(
+        self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int, *, staged: range = NOTHING_STAGED
+    ) -> AcquireAnswer:
+        """See NodeApi; without waiting and without reading from the SSD, which are the shell's.
+
+        `more` tells that the chunk after the run is on the SSD. `staged`: places of those that were brought into DRAM
+        for this call.
+        """
+        answer = self.resolve(session, keys, rectangle)
+        if not lease_ms:  # a probe: not counted, and no use
+            return answer
+        self.use(keys.slice(0, answer.run), staged)
+        return self.lease(session, keys, answer, lease_ms, staged=staged)
+
+    def use(self, keys: Keys, staged: range = NOTHING_STAGED) -> None:
+        """These keys are read as one prefix. What was staged for this counts as used already."""
+        chain = list(keys)
+        self.pool.touch(chain[: staged.start] + chain[staged.stop :])
+        if staged:
+            self.pool.order(chain, self.pool.spaces[keys.namespace_id])
+
+    def lease(
+        self, session: int, keys: Keys, answer: AcquireAnswer, lease_ms: int, *, staged: range = NOTHING_STAGED
+    ) -> AcquireAnswer:
+        """Lease and count what `resolve` found for these keys. Its last chunk may be gone again: then there is none."""
+        space, tokens = self.pool.spaces[keys.namespace_id], keys.tokens_of_first(answer.run)
+        first, last = (min(edge, answer.run) for edge in (staged.start, staged.stop))
+        staged_tokens = keys.tokens_of_first(last) - keys.tokens_of_first(first)
+        counts, lease_ms = self.pool.counts, min(lease_ms, LEASE_LIMIT_MS)
+        counts["acquired_tokens"] += tokens
+        counts["acquired_ssd_tokens"] += staged_tokens
+        space.ssd_hit_tokens += staged_tokens
+        space.dram_hit_tokens += tokens - staged_tokens
+        if answer.reason is not None:
+            counts[f"acquire_miss_{answer.reason.value}"] += 1
+            counts[f"acquire_miss_tokens_{answer.reason.value}"] += keys.token_count - tokens
+        leaf = self.pool.forest.get(keys[answer.run - 1]) if answer.run else None
+        lease = 0 if leaf is None else self.holds.lease(session, leaf, self._clock() + lease_ms / 1000)
+        return replace(answer, lease=lease, lease_ms=lease_ms if lease else 0, ssd_tokens=staged_tokens)
+
+    def present_run(self, session: int, keys: Keys, rectangle: Rectangle) -> int:
+        """Leading chunks that are on this node, on whatever tier. Keeps nothing."""
+        self.session(session)
+        space = self._space(keys)
+        space.layout.check_rectangle(rectangle)
+        for index, (chunk, _) in enumerate(self._walk(space, keys)):
+            if chunk is None or chunk.covering_anywhere(rectangle) is None:
+                return index
+        return len(keys)
+
+    def resolve(self, session: int, keys: Keys, rectangle: Rectangle) -> AcquireAnswer:
+        """Where the leading chunks lie in DRAM, without a lease. `more` tells that the next is on the SSD."""
         self.session(session)
         space = self._space(keys)
         space.layout.check_rectangle(rectangle)
         places: list[ShardPlace] = []
-        chunks: list[Chunk] = []
-        reason, parent = None, keys.parent
-        prints = None if keys.fingerprints is None else keys.fingerprints.tolist()
-        for index, key in enumerate(keys):
-            chunk = self.pool.forest.chunks.get(key)
+        run, reason, more = len(keys), None, False
+        for index, (chunk, why) in enumerate(self._walk(space, keys)):
             if chunk is None:
-                reason = MissReason.ABSENT
+                run, reason = index, why
+                break
+            shards = chunk.covering(rectangle)
+            if shards is None:
+                run = index
+                more = chunk.covering_anywhere(rectangle) is not None
+                if not more:
+                    reason = MissReason.IN_PROGRESS if chunk.pending else MissReason.NOT_COVERED
+                break
+            for shard in shards:
+                copy = chunk.copies[shard]
+                stored = space.kinds[shard].rectangle
+                places.append(ShardPlace(index, shard, copy.slot, copy.generation, copy.table_hash, stored))
+        return AcquireAnswer(run, places, 0, 0, reason, self.info.epoch, more)
+
+    def _walk(self, space: KnownNamespace, keys: Keys) -> Iterator[tuple[Chunk | None, MissReason | None]]:
+        """The chunk of each key; None and why where it is not the one that is meant."""
+        parent = keys.parent
+        prints = None if keys.fingerprints is None else keys.fingerprints.tolist()
+        chunks = self.pool.forest.chunks
+        for index, key in enumerate(keys):
+            chunk = chunks.get(key)
+            if chunk is None:
+                yield None, MissReason.ABSENT
             elif chunk.differs(space, parent, prints and prints[index + 1], prints and prints[index]):
                 self.pool.counts["collisions"] += 1
-                reason = MissReason.COLLISION
-            elif (shards := chunk.covering(rectangle)) is None:
-                reason = MissReason.IN_PROGRESS if chunk.pending else MissReason.NOT_COVERED
+                yield None, MissReason.COLLISION
             else:
-                for shard in shards:
-                    copy = chunk.copies[shard]
-                    stored = space.kinds[shard].rectangle
-                    places.append(ShardPlace(index, shard, copy.slot, copy.generation, copy.table_hash, stored))
-                chunks.append(chunk)
-                parent = key
-                continue
-            break
-        lease = 0
-        lease_ms = min(lease_ms, LEASE_LIMIT_MS)
-        if lease_ms:  # a read; probes are not counted
-            tokens = keys.tokens_of_first(len(chunks))
-            self.pool.counts["acquired_tokens"] += tokens
-            space.dram_hit_tokens += tokens
-            if reason is not None:
-                self.pool.counts[f"acquire_miss_{reason.value}"] += 1
-        if chunks and lease_ms:
-            lease = self.holds.lease(session, chunks[-1], self._clock() + lease_ms / 1000)
-            self.pool.touch([chunk.key for chunk in chunks])
-        return AcquireAnswer(len(chunks), places, lease, lease_ms if lease else 0, reason, self.info.epoch)
+                yield chunk, None
+            parent = key
 
     def release(self, session: int, leases: Sequence[int], ticket_ids: Sequence[bytes]) -> None:
         """See NodeApi. A session ends its own leases only."""
@@ -313,12 +376,12 @@ class NodeCore:
             if chunk is None or chunk.space.namespace.id != namespace_id:
                 continue
             for each in self.pool.forest.subtree(chunk):
-                removed += self.drop(each, "removed")
+                removed += self.drop(each)
         return removed
 
-    def drop(self, chunk: Chunk, reason: str) -> bool:
+    def drop(self, chunk: Chunk, reason: str = "removed") -> bool:
         """Take one chunk without children out, pinned or not; True if it had committed shards."""
-        had = bool(chunk.copies)
+        had = chunk.is_committed
         self.pool.remove(chunk, reason)
         if chunk.holds:
             self.holds.forget(chunk)
@@ -328,6 +391,11 @@ class NodeCore:
         """A same-host reader used these keys as one prefix, head first."""
         self.session(session)
         self.pool.touch(keys)
+
+    def order(self, session: int, keys: Keys) -> None:
+        """These keys were used or stored as one prefix, in several parts: order them as one. Not another use."""
+        self.session(session)
+        self.pool.order(list(keys), self.pool.spaces[keys.namespace_id])
 
     # --- index events ------------------------------------------------------------------------------------
 
@@ -354,7 +422,7 @@ class NodeCore:
         while self._events and self._first_sequence <= acknowledged:
             self._events.popleft()
             self._first_sequence += 1
-        events = [IndexEvent(*event, Tier.DRAM) for event in islice(self._events, limit)]
+        events = [IndexEvent(*event) for event in islice(self._events, limit)]
         new = takewhile(lambda known: known[1] >= acknowledged, reversed(self._geometries.items()))
         return [Batch(self.info, self._first_sequence, events, [pair for pair, _ in new], lease_ms=lease_ms)]
 
@@ -367,6 +435,11 @@ class NodeCore:
         """What is here came without events (a restart): the next batch is a snapshot."""
         self.forget_events()
         self._overflowed = True
+
+    def settle(self) -> None:
+        """What an earlier start left is taken up: order it, and tell the index of it."""
+        self.pool.settle()
+        self.publish_anew()
 
     @property
     def last_sequence(self) -> int:
@@ -389,10 +462,11 @@ class NodeCore:
             events: list[IndexEvent] = []
             for number, chunk in enumerate(list(self.pool.forest.chunks.values()), 1):
                 if chunk.published:
-                    events.extend(
-                        IndexEvent(EventKind.PUBLISH, chunk.space.id, chunk.key, chunk.parent_key, shard, Tier.DRAM)
-                        for shard in chunk.copies
-                    )
+                    for shard in chunk.shards:
+                        tier = Tier.DRAM if shard in chunk.copies else Tier.SSD
+                        events.append(
+                            IndexEvent(EventKind.PUBLISH, chunk.space.id, chunk.key, chunk.parent_key, shard, tier)
+                        )
                 if not number % SNAPSHOT_STEP_CHUNKS:
                     yield
             done = True
@@ -408,12 +482,12 @@ class NodeCore:
         batches[0] = replace(batches[0], geometries=list(self._geometries), snapshot_begin=True)
         return batches
 
-    def _publish(self, kind: EventKind, chunk: Chunk, shard: int) -> None:
+    def _publish(self, kind: EventKind, chunk: Chunk, shard: int, tier: Tier) -> None:
         if len(self._events) >= EVENTS_LIMIT:
             self._first_sequence += len(self._events)
             self._events.clear()
             self._overflowed = True
-        self._events.append((kind, chunk.space.id, chunk.key, chunk.parent_key, shard))
+        self._events.append((kind, chunk.space.id, chunk.key, chunk.parent_key, shard, tier))
         if not self._news:  # once until the next look, not once an event
             self._news = True
             self.on_event()
@@ -450,7 +524,7 @@ class NodeCore:
             for _, size in slots
         )
         return {
-            "chunks": pool.committed_chunks,
+            "chunks": pool.chunk_count,
             "namespaces": len(pool.spaces),
             "sessions": len(self.sessions),
             "arena_bytes": pool.allocator.arena_bytes,
@@ -478,6 +552,7 @@ class NodeCore:
         self.reservations.check([session.writer for session in self.sessions.values()])
         self.holds.check(list(self.pool.forest.chunks.values()))
         used = {copy.slot for chunk in self.pool.forest.chunks.values() for copy in chunk.copies.values()}
+        used |= self.own_slots
         used |= {grant.slot for attempt in self.reservations.attempts.values() for grant in attempt.grants.values()}
         for session in self.sessions.values():
             used |= {slot for slots in session.writer.quarantined.values() for slot, _ in slots}

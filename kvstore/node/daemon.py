@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import metrics
 from kvstore.config import NodeSettings
@@ -21,6 +22,8 @@ from kvstore.metadata import Index
 from kvstore.model.values import NodeInfo
 from kvstore.node.admin import AdminServicer
 from kvstore.node.arena.dram import DramArena
+from kvstore.node.arena.ssd import SsdArena
+from kvstore.node.arena.ssd_format import HEADER_BYTES
 from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.exporter import Exporter
@@ -30,14 +33,18 @@ from kvstore.node.moving import Mover
 from kvstore.node.operations import Operations
 from kvstore.node.pins import PinFile
 from kvstore.node.publisher import Publisher
+from kvstore.node.quotas import quotas_of
 from kvstore.node.recovery import FormerWriters, Recovered, recover
 from kvstore.node.server import NodeServicer, SessionVerbs
 from kvstore.node.sessions import SessionServer
 from kvstore.node.slots import SlotAllocator
+from kvstore.node.ssd_recovery import RecoveredSsd, recover_ssd
 from kvstore.node.streams import PageStreams
+from kvstore.node.tiers import TierStack
 from kvstore.rpc import serving
 from kvstore.rpc.channel import format_address, parse_address
 from kvstore.rpc.v1 import admin_pb2_grpc, node_pb2_grpc
+from kvstore.setting_types import parse_quotas, split_ssd
 from kvstore.transport.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
@@ -102,7 +109,7 @@ class NodeDaemon:
     """Starts and stops one node on the running loop. `index` None: the node stands alone.
 
     `seat`: the place that a supervisor gives it, with memory that outlives this process; None: memory of its own.
-    `mover`: moves chunks to and from other nodes; None: Replicate and Drain are refused.
+    `make_mover`: makes what moves chunks to and from other nodes; None: Replicate and Drain are refused.
     """
 
     def __init__(
@@ -111,14 +118,17 @@ class NodeDaemon:
         index: Index | None,
         seat: Seat | None = None,
         *,
-        mover: Mover | None = None,
+        make_mover: Callable[[NodeCore], Mover] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self._settings = settings.resolved()
-        self._mover = mover
+        self._make_mover = make_mover
+        self._mover: Mover | None = None
         self._on_progress = on_progress or (lambda stage, done, total: None)
         self._seat = seat
+        self.tiers: TierStack | None = None
         self._recovered: Recovered | None = None
+        self._recovered_ssd: RecoveredSsd | None = None
         self._former: FormerWriters | None = None
         self._index = index
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,9 +139,15 @@ class NodeDaemon:
         gc.set_threshold(*_GC_THRESHOLDS)
         settings = self._settings
         seat = self._seat
-        core_settings = CoreSettings(eviction=settings.eviction, room_chunks=settings.room_chunks)
+        core_settings = CoreSettings(
+            eviction=settings.eviction,
+            room_chunks=settings.room_chunks,
+            quotas=quotas_of(parse_quotas(settings.quotas)),
+            ssd_admission=settings.ssd_admission,
+        )
         limits = effective_limits(settings.dram, settings.slots, settings.room_chunks, core_settings)
-        plan = MemoryPlan.of(settings.dram, settings.slots)
+        ssd_bytes = split_ssd(settings.ssd)[1] if settings.ssd else 0
+        plan = MemoryPlan.of(settings.dram, settings.slots, ssd_bytes)
         if seat is None:
             plan.check()
         memory = (
@@ -142,6 +158,11 @@ class NodeDaemon:
         epoch = next_epoch(Path(settings.data_dir), last_epoch)
         catalog = CatalogWriter(memory.catalog, memory.shape, epoch)
         allocator = SlotAllocator(settings.dram)
+        ssd = await self._open_ssd(epoch)
+        ssd_allocator = None
+        if ssd is not None:
+            size = ssd.size_bytes
+            ssd_allocator = SlotAllocator(size, size, start_bytes=ssd.slots_start, header_bytes=HEADER_BYTES)
         generations = np.frombuffer(memory.catalog, dtype="<u8")[memory.shape.generations_offset // 8 :]
 
         def generations_of(slots: Sequence[int]) -> list[int]:
@@ -165,7 +186,7 @@ class NodeDaemon:
             data_address=self._advertised(self._tcp.address),
             socket_path=socket_path,
         )
-        self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings)
+        self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings, ssd_allocator)
         self._operations = operations = Operations(core, time.monotonic)
         if last_epoch:
             self._on_progress("recovering", 0, 0)
@@ -178,17 +199,26 @@ class NodeDaemon:
             )
             self._on_progress("recovering", self._recovered.chunks, self._recovered.chunks)
             self._former = FormerWriters(core, self._recovered.holders, seat)
+        arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
+        if ssd is not None:
+            await self._recover_ssd(core, arena_view, ssd)
+        if last_epoch or ssd is not None:
+            core.settle()
         pin_file = PinFile(Path(settings.data_dir))
         operations.restore(pin_file.load())
-        arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
-        servicer = NodeServicer(core, PageStreams(core, arena_view), self._more_stats)
+        if self._make_mover is not None:
+            self._mover = self._make_mover(core)
+        stage = self.tiers.stage if self.tiers is not None else None
+        servicer = NodeServicer(core, PageStreams(core, arena_view, stage), self._more_stats, self.tiers)
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
-        admin = AdminServicer(core, operations, arena_view, pin_file, self._mover)
+        admin = AdminServicer(core, operations, arena_view, pin_file, self._mover, self.tiers)
         self._server.add(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(info, self._advertised(control))
         self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat)
         self._sessions.start()
+        if self.tiers is not None:
+            self.tiers.start()
         self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
         if self._index is not None:
             self._publisher = Publisher(core, asyncio.get_running_loop(), self._index)
@@ -204,21 +234,45 @@ class NodeDaemon:
             "metrics_address": metrics_address,
             "socket_path": socket_path,
             "dram_bytes": settings.dram,
+            "ssd_bytes": ssd.size_bytes if ssd is not None else 0,
             "memory_bytes": plan.total_bytes,
             "eviction": settings.eviction,
             "limits": limits,
         }
 
+    async def _open_ssd(self, epoch: int) -> SsdArena | None:
+        if not self._settings.ssd:
+            return None
+        path, size_bytes = split_ssd(self._settings.ssd)
+        return await asyncio.to_thread(SsdArena.open, Path(path), size_bytes, self._settings.node_id, epoch)
+
+    async def _recover_ssd(self, core: NodeCore, memory: npt.NDArray[np.uint8], ssd: SsdArena) -> None:
+        """Take up what an earlier start left on the SSD, before anybody is served."""
+        began_s = time.monotonic()
+        self._on_progress("recovering from the SSD", 0, 0)
+        headers = await asyncio.to_thread(lambda: list(ssd.scan()))
+        self._recovered_ssd = found = recover_ssd(core, ssd.superblock, headers, time.monotonic())
+        self.tiers = TierStack(core, memory, ssd)
+        self.tiers.take_up(found.spaces)
+        self._on_progress("recovering from the SSD", found.chunks, found.chunks)
+        if headers:
+            seconds = time.monotonic() - began_s
+            logger.warning("found %d chunks on the SSD (%s) in %.1f s", found.chunks, ssd.path, seconds)
+
     async def stop(self) -> None:
         """Leave: the index is told, sessions and servers close, readers drop their mappings."""
         for task in self._tasks:
             task.cancel()
+        if self._mover is not None:
+            await self._mover.close()
         if self._publisher is not None:
             await asyncio.to_thread(self._publisher.stop)
         self.core.pool.catalog.stop_serving()
         self._sessions.stop()
         await self._server.stop()
         await asyncio.to_thread(self._tcp.stop)
+        if self.tiers is not None:
+            await self.tiers.stop()
 
     def _advertised(self, bound: str) -> str:
         host, port = parse_address(bound)
@@ -261,6 +315,7 @@ class NodeDaemon:
             "worker_start": self._seat.start if self._seat else 1,
             "recovered_chunks": recovered.chunks if recovered else 0,
             "recovered_shards": recovered.shards if recovered else 0,
+            "recovered_ssd_chunks": self._recovered_ssd.chunks if self._recovered_ssd else 0,
             "dropped_shards": recovered.dropped_shards if recovered else 0,
             "former_writers": len(self._former) if self._former else 0,
         }

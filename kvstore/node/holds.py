@@ -1,5 +1,5 @@
-"""What keeps chunks from being evicted for a while: leases of readers, pins of tickets and pins that an operator named.
-Pure, synchronous.
+"""What keeps chunks from being evicted for a while: leases of readers, pins of tickets, pins that an operator named,
+moves of the node itself. Pure, synchronous.
 
 All hold single chunks; leaf-first eviction then keeps the ancestors. Nothing here keeps a chunk for ever: every
 hold has an end, the tables are bounded, and where a bound is reached the answer is "no lease", never a failure
@@ -8,6 +8,7 @@ hold has an end, the tables are bounded, and where a bound is reached the answer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,19 @@ class Holds:
         self.tickets: dict[bytes, TicketPins] = {}
         self.named: dict[str, NamedPin] = {}
         self.pinned_bytes = 0
+        self.moving: Counter[Chunk] = Counter()
+
+    def keep(self, chunk: Chunk) -> None:
+        """Hold a chunk while the node itself moves its bytes; `let` ends that, once for each."""
+        chunk.holds += 1
+        self.moving[chunk] += 1
+
+    def let(self, chunk: Chunk) -> None:
+        """Undo one `keep`."""
+        chunk.holds -= 1
+        self.moving[chunk] -= 1
+        if not self.moving[chunk]:
+            del self.moving[chunk]
 
     def lease(self, session: int, chunk: Chunk, expires_s: float) -> int:
         """Number of a new lease; 0 where the session or the node has too many already."""
@@ -162,8 +176,8 @@ class Holds:
             self.end_named(name)
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Every hold of a resident chunk is a lease or a pin of this table."""
-        holds: dict[Chunk, int] = {}
+        """Every hold of a resident chunk is a lease, a pin or a move of these tables."""
+        holds: dict[Chunk, int] = dict(self.moving)
         for lease in self.leases.values():
             holds[lease.chunk] = holds.get(lease.chunk, 0) + 1
         pinned = [ticket.chunks for ticket in self.tickets.values()] + [pin.chunks for pin in self.named.values()]

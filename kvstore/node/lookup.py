@@ -36,6 +36,7 @@ Gather = Callable[[Words, npt.NDArray[np.int64]], Words]
 
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _LOW_48 = np.uint64((1 << 48) - 1)
+_LOW_56 = np.uint64((1 << 56) - 1)
 _SHIFT_48 = np.uint64(48)
 _ONE = np.uint64(1)
 _IN_DRAM = Tier.DRAM << 56
@@ -47,10 +48,11 @@ def _take_rows(rows: Words, indices: npt.NDArray[np.int64]) -> Words:
 
 @dataclass(slots=True)
 class Found:
-    """Entries of the first `run` chunks, all from one geometry; shard-major inside a chunk.
+    """Entries of the first `run` chunks, all in DRAM and from one geometry; shard-major inside a chunk.
 
-    `rows`: u64 (run * shards, 8), the entries as first gathered. `entries`: their numbers. `reason` says why
-    the chunk after the run is a miss (None when all were found).
+    `present`: leading chunks that are on the node at all; those after the run begin on a slower tier. `rows`: u64
+    (run * shards, 8), the entries as first gathered. `entries`: their numbers. `reason` says why the chunk after the
+    run is a miss (None when all were found).
     """
 
     run: int
@@ -59,6 +61,7 @@ class Found:
     entries: npt.NDArray[np.int64]
     rows: Words
     reason: MissReason | None
+    present: int = 0
 
     def part(self, start: int, stop: int) -> Found:
         """Chunks [start, stop) of the run."""
@@ -171,11 +174,13 @@ class CatalogReader:
             plans = directory.plans[place] = directory.make_plans(*place)
         several = len(plans) > 1 and len(keys) > 1
         best = Found(0, (), None, _NOTHING[1], _NOTHING[0], MissReason.ABSENT)
+        present = 0
         for order, plan in enumerate(plans):
             # A namespace has one geometry nearly always; with several, chunk 0 tells which one to probe.
             found = self._probe(keys.slice(0, 1) if several else keys, plan)
-            if several and found.run:
+            if several and found.present:
                 found = self._probe(keys, plan)
+            present = max(present, found.present)
             if found.run > best.run:
                 best = found
                 if order:  # a new list: other threads may be going through this one
@@ -184,6 +189,7 @@ class CatalogReader:
                 best = found
             if best.run == len(keys):
                 break
+        best.present = present
         return best
 
     def confirm(self, found: Found) -> int:
@@ -219,17 +225,24 @@ class CatalogReader:
             kinds = kinds.take(owners) if width > 1 else kinds
         differs = rows[:, 0] ^ words[:, 0]
         differs |= rows[:, 1] ^ words[:, 1]
-        differs |= rows[:, 6] ^ kinds
         differs |= rows[:, 3] & _ONE
-        other = differs
+        kind_differs = rows[:, 6] ^ kinds
+        same_key = differs
         if keys.fingerprints is not None:
             own, parents = keys.fingerprints[1:], keys.fingerprints[:-1]
             if not plain or width > 1:
                 own, parents = own.take(owners // width), parents.take(owners // width)
-            other = differs | (rows[:, 7] ^ own) & _LOW_48 | (rows[:, 2] ^ parents)
-        if plain and not other.any():
-            return Found(len(keys), plan.numbers, plan.geometry, entries, rows, None)
-        return _partial(len(keys), plan, owners, entries, rows, other == 0, differs == 0)
+            differs = differs | (rows[:, 7] ^ own) & _LOW_48 | (rows[:, 2] ^ parents)
+        if plain and not (differs | kind_differs).any():
+            return Found(len(keys), plan.numbers, plan.geometry, entries, rows, None, len(keys))
+        slower = kind_differs & _LOW_56
+        found = _partial(len(keys), plan, owners, entries, rows, differs | kind_differs == 0, same_key | slower == 0)
+        if found.run < len(keys) and (slower != kind_differs).any():
+            # What differs in nothing but the tier is here, on a slower one.
+            found.present = _partial(
+                len(keys), plan, owners, entries, rows, differs | slower == 0, same_key | slower == 0
+            ).run
+        return found
 
     def _present_directory(self) -> _Directory:
         directory = self._directory
@@ -278,7 +291,7 @@ def _partial(
         else:
             reason = MissReason.ABSENT
     chosen = chosen[: run * width]
-    return Found(run, plan.numbers, plan.geometry, entries[chosen], rows[chosen], reason)
+    return Found(run, plan.numbers, plan.geometry, entries[chosen], rows[chosen], reason, run)
 
 
 _ranges: dict[int, npt.NDArray[np.int64]] = {}

@@ -96,6 +96,8 @@ def acquire_to_message(answer: AcquireAnswer) -> node_pb2.AcquireResponse:
         lease_ms=answer.lease_ms,
         miss_reason="" if answer.reason is None else answer.reason.value,
         epoch=answer.epoch,
+        more=answer.more,
+        ssd_tokens=answer.ssd_tokens,
     )
 
 
@@ -118,7 +120,9 @@ def acquire_from_message(message: node_pb2.AcquireResponse) -> AcquireAnswer:
     ]
     if any(place.index >= message.run for place in places):
         raise InvalidRequest("the node answered with places of chunks that it does not hold")
-    return AcquireAnswer(message.run, places, message.lease, message.lease_ms, reason, message.epoch)
+    return AcquireAnswer(
+        message.run, places, message.lease, message.lease_ms, reason, message.epoch, message.more, message.ssd_tokens
+    )
 
 
 def put_requests(

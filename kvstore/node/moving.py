@@ -55,5 +55,8 @@ class Mover(Protocol):
         LayoutMismatch.
         """
 
+    async def close(self) -> None:
+        """End what is under way, while the node still answers. Idempotent."""
+
     def drain(self, targets: Sequence[NodeInfo]) -> AsyncIterator[Drained]:
         """Have `targets` replicate all chunks of this node, each chain on one of them, in turn."""

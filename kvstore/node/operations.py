@@ -38,8 +38,17 @@ Steps = Generator[None, None, T]
 class Promoter(Protocol):
     """Brings chunks from slower tiers into DRAM."""
 
-    async def promote(self, chunks: Sequence[Chunk]) -> int:
-        """Read these in, first to last, as far as there is room without evicting what is used; how many were read."""
+    async def promote(self, chunks: Sequence[Chunk], ends_s: float) -> int:
+        """Read these in, first to last, until one does not come or the (monotonic) time is up; how many are there."""
+
+    async def is_broken(self, chunk: Chunk, shard: int) -> bool:
+        """True if a shard on the slower tier differs from its checksums."""
+
+    def drop_broken(self, chunk: Chunk) -> None:
+        """Take a chunk's copies, and all below, out of the slower tier."""
+
+    async def forget_removed(self) -> None:
+        """Wait until what was removed cannot come back after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class NamespaceContents:
     space: KnownNamespace
     chunks: int
     dram_bytes: int
+    ssd_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +116,17 @@ class Operations:
     def namespaces(self) -> Steps[list[NamespaceContents]]:
         """What the node holds, by namespace, in the order in which they became known."""
         chunks: Counter[bytes] = Counter()
-        size_bytes: Counter[bytes] = Counter()
+        in_dram: Counter[bytes] = Counter()
+        on_ssd: Counter[bytes] = Counter()
         for part in self._parts():
             for chunk in part:
-                if chunk.copies:
+                if chunk.is_committed:
                     chunks[chunk.space.id] += 1
-                    size_bytes[chunk.space.id] += dram_bytes_of(chunk)
+                    in_dram[chunk.space.id] += sum(copy.size_bytes for copy in chunk.copies.values())
+                    on_ssd[chunk.space.id] += sum(copy.size_bytes for copy in chunk.ssd.values())
             yield
         return [
-            NamespaceContents(space, chunks[space.id], size_bytes[space.id])
+            NamespaceContents(space, chunks[space.id], in_dram[space.id], on_ssd[space.id])
             for space in self._core.pool.spaces.values()
         ]
 
@@ -132,7 +144,7 @@ class Operations:
                     listed.add(ancestor)
                     line.append(ancestor)
                     ancestor = ancestor.parent
-                found.extend(each for each in reversed(line) if each.copies)
+                found.extend(each for each in reversed(line) if each.is_committed)
                 if len(found) >= STEP_CHUNKS:
                     yield found
                     found = []
@@ -142,7 +154,7 @@ class Operations:
         """The chunk of this key and all before it, first to last. Raises NotFound unless all of them are here."""
         chunk = self._core.pool.forest.get(key)
         line: list[Chunk] = []
-        while chunk is not None and chunk.space is space and chunk.copies:
+        while chunk is not None and chunk.space is space and chunk.is_committed:
             line.append(chunk)
             if chunk.is_root:
                 return line[::-1]
@@ -153,8 +165,28 @@ class Operations:
         )
 
     def unused_s(self, chunk: Chunk) -> float:
-        """Longest time since its last use: that since it was first stored, because uses are not timed."""
-        return max(0.0, self._clock() - chunk.first_seen_s)
+        """Time since it was stored or read last."""
+        return max(0.0, self._clock() - chunk.used_s)
+
+    def warmest(self, space: KnownNamespace, limit_bytes: int) -> Steps[list[Chunk]]:
+        """Stored chunks of a namespace, those used last first, each behind its ancestors; up to so many bytes."""
+        found: list[Chunk] = []
+        for part in self.chunks(space):
+            found += part
+            yield
+        found.sort(key=lambda chunk: (-chunk.used_s, chunk.depth))
+        chosen: dict[Chunk, None] = {}
+        for chunk in found:
+            line: list[Chunk] = []
+            above: Chunk | None = chunk
+            while above is not None and above not in chosen:
+                line.append(above)
+                above = above.parent
+            limit_bytes -= sum(bytes_of(each) for each in line)
+            if limit_bytes < 0:
+                break
+            chosen.update(dict.fromkeys(reversed(line)))
+        return list(chosen)
 
     def _parts(self) -> Iterator[list[Chunk]]:
         """All chunks that are here now, a step's worth at a time."""
@@ -190,7 +222,7 @@ class Operations:
             if any(chunks.get(chunk.key) is not chunk for chunk in part):
                 pin.waits = True
                 return
-            if not holds.extend_named(pin, part, dram_bytes_of):
+            if not holds.extend_named(pin, part, bytes_of):
                 return
 
     def unpin(self, name: str) -> bool:
@@ -275,9 +307,9 @@ class Operations:
             return f"{exc or last.line} ({last.name} in {last.filename.rpartition('/')[2]})"
         return ""
 
-    def sample(self, count: int) -> tuple[int, list[SampledShard]]:
-        """All DRAM shards of up to `count` chunks, drawn at random; and how many chunks that are."""
-        stored = [chunk for chunk in self._core.pool.forest.chunks.values() if chunk.copies]
+    def sample(self, count: int) -> tuple[list[Chunk], list[SampledShard]]:
+        """Up to `count` chunks, drawn at random, and all their shards in DRAM."""
+        stored = [chunk for chunk in self._core.pool.forest.chunks.values() if chunk.is_committed]
         chosen = random.SystemRandom().sample(stored, min(count, len(stored)))
         shards = [
             SampledShard(
@@ -291,7 +323,7 @@ class Operations:
             for chunk in chosen
             for shard, copy in chunk.copies.items()
         ]
-        return len(chosen), shards
+        return chosen, shards
 
     def still_holds(self, shard: SampledShard) -> bool:
         """True if the slot was not used for anything else since the sample was drawn."""
@@ -300,12 +332,12 @@ class Operations:
     @property
     def chunk_count(self) -> int:
         """Chunks with at least one committed shard."""
-        return self._core.pool.committed_chunks
+        return self._core.pool.chunk_count
 
 
-def dram_bytes_of(chunk: Chunk) -> int:
-    """Bytes of the DRAM slots of a chunk."""
-    return sum(copy.size_bytes for copy in chunk.copies.values())
+def bytes_of(chunk: Chunk) -> int:
+    """Bytes of a chunk's slots in DRAM, or of those that it would take there."""
+    return sum(copy.size_bytes for copy in chunk.shards.values())
 
 
 def finish(steps: Steps[T]) -> T:

@@ -1,17 +1,17 @@
-"""One tier of a node: slots, what is committed in them, and what goes when room is needed. Pure, synchronous.
+"""What a node holds: chunks, their copies on its tiers, and what readers and the index see of them. Pure, synchronous.
 
-The pool joins four records and keeps them equal: the allocator (which slots are used), the forest (which chunk
-has which shards), the catalog (what readers see) and the eviction policies (in which order chunks go, one
-policy a slot class). Reservations and sessions are not its business (`reservations.py`).
+The pool joins the forest (which chunk has which shards), the tiers (`tier.py`: slots and eviction order), the catalog
+(what readers see: one entry a shard, for its fastest copy) and the news for the index, and keeps them equal.
+Reservations and sessions are not its business (`reservations.py`), nor are disk and threads (`tiers.py`).
 
-Order of eviction: orphans, then chunks that stayed uncovered for 60 s, then the policy's order; always leaves
-that nobody holds or writes.
+With an SSD tier each tier is leaf-first by itself: the SSD holds a chunk only together with its parent, so that what
+a restart of the host finds there is of use. A chunk leaves the node with its last copy; before that it is only moved.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -19,21 +19,21 @@ from kvstore.errors import LimitExceeded
 from kvstore.metadata import GEOMETRIES_A_NAMESPACE_LIMIT, EventKind
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
-from kvstore.model.values import Tier
+from kvstore.model.values import Tier as TierName
+from kvstore.node.admission import Admission
 from kvstore.node.catalog import CatalogWriter, EntryValue, age_of
 from kvstore.node.chunks import Chunk, Copy, Forest, KnownNamespace
-from kvstore.node.eviction import EvictionPolicy, make_policy
 from kvstore.node.slots import SlotAllocator
+from kvstore.node.tier import Tier
 
-UNCOVERED_GRACE_S = 60.0
-_SCAN_LIMIT = 20_000
-"""Victims looked at for one request, so that the node's loop is never held for long."""
-_EXTENT_TRIES = 8
 TOKENS_LIMIT = (1 << 16) - 1
 """Most tokens of a chunk: an entry of the catalog has two bytes for them."""
-_DRAM = int(Tier.DRAM)
+READ_BACK_SHARE = 1 / 16
+"""Part of the DRAM that writers leave free for chunks that come back from the SSD."""
+_READ_BACK_SLOTS = 4
+_SCAN_LIMIT = 4096
 
-Publish = Callable[[EventKind, Chunk, int], None]
+Publish = Callable[[EventKind, Chunk, int, TierName], None]
 
 
 class SlotState(enum.IntEnum):
@@ -46,7 +46,7 @@ class SlotState(enum.IntEnum):
 
 
 class Pool:
-    """The committed contents of one tier. `publish` is told of shards that the index may know."""
+    """The committed contents of one node. `publish` is told of shards that the index may know."""
 
     def __init__(
         self,
@@ -57,19 +57,49 @@ class Pool:
         publish: Publish,
         eviction: str = "lru",
         room_chunks: int = 0,
+        ssd_allocator: SlotAllocator | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.catalog = catalog
-        self.allocator = allocator
-        self.forest = Forest()
+        self.forest = forest = Forest()
         self.spaces: dict[bytes, KnownNamespace] = {}
         self.counts: Counter[str] = Counter()
-        self.committed_chunks = 0
-        self.eviction = eviction
+        self.room_chunks = room_chunks
+        self.dram = Tier(
+            TierName.DRAM,
+            allocator,
+            forest,
+            self._evict_from_dram,
+            clock=clock,
+            eviction=eviction,
+            room_chunks=room_chunks,
+        )
+        self.ssd: Tier | None = None
+        if ssd_allocator is not None:
+            self.ssd = Tier(TierName.SSD, ssd_allocator, forest, self.evict_from_ssd, clock=clock, eviction=eviction)
+        self.unsaved: set[Chunk] = set()
+        """Chunks with shards that are in DRAM only, and the bytes of those shards."""
+        self.unsaved_bytes = 0
+        self.to_save: OrderedDict[Chunk, float] = OrderedDict()
+        """Those of them that are worth it, first to save first -> when they got that place."""
+        self.removed_slots: list[int] = []
+        """SSD slots whose chunks somebody removed: in use until their headers are gone from the disk."""
+        self.stale_slots: list[int] = []
+        """SSD slots that were given up, whose headers may still be on the disk. Free, or in use again already."""
+        self._chunk_count = 0
+        self._admission = admission or Admission()
         self._clock = clock
         self._publish = publish
-        self._room_chunks = room_chunks
-        self._policies: dict[int, EvictionPolicy] = {}
-        self._owners: dict[int, Chunk] = {}
+
+    @property
+    def allocator(self) -> SlotAllocator:
+        """The slots of the DRAM."""
+        return self.dram.allocator
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks with at least one committed shard."""
+        return self._chunk_count
 
     # --- namespaces --------------------------------------------------------------------------------------
 
@@ -98,19 +128,18 @@ class Pool:
                 self.forest.judge_again(space)
         return space
 
-    # --- slots -------------------------------------------------------------------------------------------
+    # --- slots of the DRAM --------------------------------------------------------------------------------
 
-    def take_slots(self, size: int, count: int) -> list[int]:
-        """Up to `count` slots of class `size`, evicting what must go. Fewer if nothing more may go."""
-        slots = self.allocator.allocate(size, count)
-        while len(slots) < count:
-            if not self._evict(size, count - len(slots)) and not self._clear_extent(size):
-                break
-            more = self.allocator.allocate(size, count - len(slots))
-            if not more:
-                break
-            slots += more
-        return slots
+    def take_slots(self, size: int, count: int, space: KnownNamespace) -> list[int]:
+        """Up to `count` slots of class `size` for a writer, evicting what must go. Fewer if nothing more may go."""
+        return self.dram.take(size, count, space.group, self.read_back_bytes(size))
+
+    def read_back_bytes(self, size: int) -> int:
+        """Bytes of the DRAM that writers of class `size` leave free for what comes back from the SSD."""
+        if self.ssd is None:
+            return 0
+        total = self.allocator.arena_bytes
+        return max(int(total * READ_BACK_SHARE), min(_READ_BACK_SLOTS * size, total // 4))
 
     def free_slot(self, slot: int) -> None:
         """Give back a slot that was reserved and is not visible."""
@@ -121,189 +150,255 @@ class Pool:
 
     def commit(self, chunk: Chunk, shard: int, slot: int, entry: int, table_hash: int) -> None:
         """Make a written shard visible. The caller has removed it from `chunk.pending`."""
-        space, kind = chunk.space, chunk.space.kinds[shard]
         generation = self.catalog.generation(slot) & ~1
         self.catalog.set_state(slot, SlotState.COMMITTED)
+        copy = Copy(slot, generation, entry, chunk.space.kinds[shard].slot_bytes, table_hash)
         if not chunk.copies:
-            self._policy(kind.slot_bytes).added([chunk.key], [0])
-        self._admit(chunk, shard, Copy(slot, generation, entry, kind.slot_bytes, table_hash))
-        self.catalog.publish(
-            entry,
-            EntryValue(
-                key=chunk.key,
-                shard=shard,
-                namespace_number=space.number,
-                tier=_DRAM,
-                slot=slot,
-                length=kind.payload_bytes,
-                generation=generation,
-                parent_fingerprint=chunk.parent_fingerprint or 0,
-                fingerprint=chunk.fingerprint or 0,
-                token_count=chunk.token_count,
-                table_hash=table_hash,
-            ),
-        )
+            chunk.used_s = self._clock()
+            chunk.uses += 1
+        self._admit(self.dram, chunk, shard, copy)
+        self.catalog.publish(entry, _entry_value(chunk, shard, copy, TierName.DRAM))
         self.counts["commits"] += 1
+        if self.ssd is not None and shard not in chunk.ssd:
+            self._unsave(chunk, copy.size_bytes)
         self._tell(chunk, shard)
 
-    def adopt(self, chunk: Chunk, shard: int, copy: Copy) -> None:
-        """Take up a shard that an earlier worker made visible. The chunk is in the forest; `settle` comes last."""
-        self._admit(chunk, shard, copy)
+    def promote(self, chunk: Chunk, shard: int, slot: int, table_hash: int) -> None:
+        """A shard on the SSD is in DRAM too, in a slot that the node reserved and filled; readers get it from there."""
+        entry = chunk.ssd[shard].entry
+        generation = self.catalog.generation(slot) & ~1
+        self.catalog.set_state(slot, SlotState.COMMITTED)
+        copy = Copy(slot, generation, entry, chunk.space.kinds[shard].slot_bytes, table_hash)
+        self._admit(self.dram, chunk, shard, copy)
+        self.catalog.publish(entry, _entry_value(chunk, shard, copy, TierName.DRAM))
+        self.counts["promotions"] += 1
+        if chunk.published:
+            self._publish(EventKind.PUBLISH, chunk, shard, TierName.DRAM)
+
+    def save(self, chunk: Chunk, shard: int, slot: int, generation: int, table_hash: int) -> None:
+        """A shard in DRAM is on the SSD too, with its header."""
+        assert self.ssd is not None
+        size = chunk.space.kinds[shard].slot_bytes
+        self._admit(self.ssd, chunk, shard, Copy(slot, generation, chunk.copies[shard].entry, size, table_hash))
+        self.counts["saves"] += 1
+        self.unsaved_bytes -= size
+        if chunk.is_saved:
+            self.unsaved.remove(chunk)
+            self.to_save.pop(chunk, None)
+
+    def close_ssd(self) -> None:
+        """The SSD tier is out of service, and all its copies were dropped."""
+        assert self.ssd is not None and not self.ssd.chunk_count
+        self.ssd = None
+        self.unsaved.clear()
+        self.to_save.clear()
+        self.unsaved_bytes = 0
+        self.removed_slots.clear()
+        self.stale_slots.clear()
+
+    def adopt(self, tier: Tier, chunk: Chunk, shard: int, copy: Copy) -> None:
+        """Take up a shard from before a restart. The chunk is in the forest; `settle` comes last."""
+        self._admit(tier, chunk, shard, copy, ordered=False)
+
+    def show_on_ssd(self, chunk: Chunk, shard: int) -> None:
+        """Readers are told that this shard is on the SSD (and not in DRAM)."""
+        copy = chunk.ssd[shard]
+        self.catalog.publish(copy.entry, _entry_value(chunk, shard, copy, TierName.SSD))
 
     def settle(self) -> None:
-        """After the last `adopt`: the order of eviction, by time of commit, and what the index may know."""
+        """After the last `adopt`: the orders of eviction, by time of commit, and what the index may know."""
         ages: dict[Chunk, int] = {}
         heads = [chunk for chunk in self.forest.chunks.values() if chunk.parent is None]
         for head in heads:
             for chunk in self.forest.subtree(head):
                 # A chunk is as young as the youngest below it, as if the whole prefix had been used then.
-                own = max(age_of(copy.generation) for copy in chunk.copies.values())
+                own = max(age_of(copy.generation) for copy in chunk.shards.values())
                 ages[chunk] = max([own, *(ages[child] for child in chunk.children())])
         # Children stand before their parents in `ages`, and the sort keeps that for equal ages.
-        by_class: dict[int, list[bytes]] = {}
-        for chunk in sorted(ages, key=ages.__getitem__):
-            by_class.setdefault(chunk.class_bytes, []).append(chunk.key)
-        for size, keys in by_class.items():
-            self._policy(size).added(keys[::-1], [0] * len(keys))
+        by_age = sorted(ages, key=ages.__getitem__)
+        for tier in self.tiers:
+            tier.arrange(chunk for chunk in by_age if tier.copies(chunk))
+        if self.ssd is not None:
+            for chunk in by_age:
+                for shard, copy in chunk.copies.items():
+                    if shard not in chunk.ssd:
+                        self._unsave(chunk, copy.size_bytes)
         for head in heads:
-            self._tell(head, next(iter(head.copies)))
+            self._tell(head, next(iter(head.shards)))
 
-    def _admit(self, chunk: Chunk, shard: int, copy: Copy) -> None:
-        if not chunk.copies:
-            self.committed_chunks += 1
-            chunk.class_bytes = copy.size_bytes
-        chunk.copies[shard] = copy
-        self._owners[copy.slot] = chunk
+    @property
+    def tiers(self) -> list[Tier]:
+        """Fastest first."""
+        return [self.dram] if self.ssd is None else [self.dram, self.ssd]
+
+    def _admit(self, tier: Tier, chunk: Chunk, shard: int, copy: Copy, *, ordered: bool = True) -> None:
+        self._chunk_count += not chunk.is_committed
+        tier.admit(chunk, shard, copy, ordered=ordered)
         if chunk.covered_here:
             self.forest.uncovered.pop(chunk.key, None)
         else:
             self.forest.uncovered.setdefault(chunk.key)
 
     def trim(self) -> None:
-        """Evict down to `room_chunks`, where that cap is set."""
-        while self._room_chunks and self.committed_chunks > self._room_chunks:
-            excess = self.committed_chunks - self._room_chunks
-            if not any(self._evict(size, excess) for size in list(self._policies)):
-                return
+        """Evict down to `room_chunks` and to the bounds of the quota groups, where there are such."""
+        for tier in self.tiers:
+            tier.trim()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These keys were used as one prefix, head first."""
-        for policy in self._policies.values():
-            policy.touched(keys)
+        now_s, chunk = self._clock(), None
+        for key in keys:
+            found = self.forest.chunks.get(key)
+            if found is not None:
+                chunk = found
+                chunk.used_s = now_s
+                chunk.uses += 1
+                if self.unsaved and chunk in self.unsaved and self._admission.wants(chunk):
+                    self.to_save.setdefault(chunk, now_s)
+        if chunk is not None:
+            for tier in self.tiers:
+                tier.touch(keys, chunk.space.group)
 
-    def order(self, keys: Sequence[bytes]) -> None:
+    def order(self, keys: Sequence[bytes], space: KnownNamespace) -> None:
         """These keys form one prefix, head first, part of which was just stored. Not a use of the rest."""
-        for policy in self._policies.values():
-            policy.ordered(keys)
+        for tier in self.tiers:
+            tier.order(keys, space.group)
 
-    def remove(self, chunk: Chunk, reason: str) -> None:
-        """Take a chunk out of sight at once, with all its committed shards. Its slots are free afterwards."""
+    # --- leaving -----------------------------------------------------------------------------------------
+
+    def remove(self, chunk: Chunk, reason: str = "removed") -> None:
+        """Take a chunk out of sight at once, because somebody asked. Its DRAM slots are free afterwards; those on the
+        SSD when their headers are gone from the disk (`removed_slots`)."""
+        committed = chunk.is_committed
+        self.removed_slots += [copy.slot for copy in chunk.ssd.values()]
+        self._vanish(chunk, free_on_ssd=False)
+        self.counts[f"removed_{reason}"] += committed
+
+    def _evict_from_dram(self, chunk: Chunk) -> None:
+        if not chunk.ssd:
+            if self.ssd is not None:
+                self.counts["evicted_unsaved"] += chunk in self.to_save
+                self._admission.left(chunk)
+            self._evicted(chunk)
+            return
         for shard, copy in chunk.copies.items():
-            self.catalog.withdraw(copy.entry, copy.slot)
+            if shard in chunk.ssd:
+                self.catalog.raise_generation(copy.slot)
+                self.show_on_ssd(chunk, shard)
+                if chunk.published:
+                    self._publish(EventKind.PUBLISH, chunk, shard, TierName.SSD)
+            else:
+                self._hide(chunk, shard, copy, TierName.DRAM)
             self.catalog.set_state(copy.slot, SlotState.FREE)
-            self.allocator.release(copy.slot)
-            del self._owners[copy.slot]
-            if chunk.published:
-                self._publish(EventKind.WITHDRAW, chunk, shard)
-        if chunk.copies:
-            self.committed_chunks -= 1
-            self._policy(chunk.class_bytes).removed([chunk.key])
-            self.counts[f"removed_{reason}"] += 1
-            chunk.space.evicted_chunks += reason == "evicted"
-        chunk.copies.clear()
+        self._saved_or_gone(chunk)
+        self.dram.leave(chunk)
+        self.counts["demotions"] += 1
+        self._judge(chunk)
+
+    def drop_from_ssd(self, chunk: Chunk) -> None:
+        """The SSD copies are no good, children's before parents': forget them, and their headers (`removed_slots`)."""
+        assert self.ssd is not None
+        self.removed_slots += [copy.slot for copy in chunk.ssd.values()]
+        self.evict_from_ssd(chunk, free=False)
+
+    def evict_from_ssd(self, chunk: Chunk, *, free: bool = True) -> None:
+        """Forget the SSD copies; what is not in DRAM leaves the node."""
+        assert self.ssd is not None
+        if not chunk.copies and not chunk.pending:
+            self._evicted(chunk, free_on_ssd=free)
+            return
+        if free:
+            self.stale_slots += [copy.slot for copy in chunk.ssd.values()]
+        for shard, copy in chunk.ssd.items():
+            if shard in chunk.copies:
+                self._unsave(chunk, copy.size_bytes)
+            else:
+                self._hide(chunk, shard, copy, TierName.SSD)
+        self.ssd.leave(chunk, free=free)
+        self.counts["ssd_copies_dropped"] += 1
+        self._judge(chunk)
+
+    def _evicted(self, chunk: Chunk, *, free_on_ssd: bool = True) -> None:
+        chunk.space.evicted_chunks += 1
+        self.counts["removed_evicted"] += 1
+        self._vanish(chunk, free_on_ssd=free_on_ssd)
+
+    def _vanish(self, chunk: Chunk, *, free_on_ssd: bool = True) -> None:
+        """Out of catalog, tiers, index and forest."""
+        self._chunk_count -= chunk.is_committed
+        if free_on_ssd:
+            self.stale_slots += [copy.slot for copy in chunk.ssd.values()]
+        for shard, copy in chunk.ssd.items():
+            if shard not in chunk.copies:
+                self._hide(chunk, shard, copy, TierName.SSD)
+        for shard, copy in chunk.copies.items():
+            self._hide(chunk, shard, copy, TierName.DRAM)
+            self.catalog.set_state(copy.slot, SlotState.FREE)
+        self._saved_or_gone(chunk)
+        self.dram.leave(chunk)
+        if self.ssd is not None:
+            self.ssd.leave(chunk, free=free_on_ssd)
         chunk.published = False
         self.forest.remove(chunk)
 
-    # --- eviction ----------------------------------------------------------------------------------------
+    def _hide(self, chunk: Chunk, shard: int, copy: Copy, tier: TierName) -> None:
+        """Readers and index forget a shard, whose fastest copy is this one."""
+        if tier is TierName.DRAM:
+            self.catalog.withdraw(copy.entry, copy.slot)
+        else:
+            self.catalog.clear(copy.entry, copy.generation | 1)
+            self.catalog.unclaim(copy.entry)
+        if chunk.published:
+            self._publish(EventKind.WITHDRAW, chunk, shard, tier)
 
-    def _evict(self, size: int, count: int) -> bool:
-        """Evict up to `count` chunks that free slots of class `size`. False if nothing could go."""
-        victims = self._useless(size, count)
-        if len(victims) < count:
-            self._choose(size, count, victims)
-        for chunk in victims:
-            self.remove(chunk, "evicted")
-        return bool(victims)
+    def _judge(self, chunk: Chunk) -> None:
+        """Some shards have left: what remains may not cover the chunk any more."""
+        if not chunk.is_committed:  # it is still being written
+            self._chunk_count -= 1
+            self.forest.uncovered.pop(chunk.key, None)
+        elif not chunk.covered_here:
+            self.forest.uncovered.setdefault(chunk.key)
 
-    def _useless(self, size: int, count: int) -> dict[Chunk, None]:
-        """Orphans with all that hangs below them, and chunks that stayed uncovered, children before parents."""
-        chosen: dict[Chunk, None] = {}
-        if not self.forest.orphans and not self.forest.uncovered:
-            return chosen
-        late = self._clock() - UNCOVERED_GRACE_S
-        stale = (
-            chunk
-            for key in islice(self.forest.uncovered, _SCAN_LIMIT)
-            if (chunk := self.forest.chunks[key]).first_seen_s <= late
-        )
-        for head in [*islice(self.forest.orphan_heads(), count), *stale]:
-            for chunk in self.forest.subtree(head):
-                if chunk.class_bytes == size and self._may_go(chunk, chosen):
-                    chosen[chunk] = None
-                if len(chosen) >= count:
-                    return chosen
-        return chosen
+    # --- what is to be saved -----------------------------------------------------------------------------
 
-    def _choose(self, size: int, count: int, chosen: dict[Chunk, None]) -> None:
-        chunks = self.forest.chunks
-        for key in islice(self._policy(size).victims(), _SCAN_LIMIT):
-            chunk = chunks[key]
-            if chunk not in chosen and self._may_go(chunk, chosen):
-                chosen[chunk] = None
-                if len(chosen) >= count:
-                    return
+    def _unsave(self, chunk: Chunk, size_bytes: int) -> None:
+        self.unsaved.add(chunk)
+        self.unsaved_bytes += size_bytes
+        if self._admission.wants(chunk):
+            self.to_save.setdefault(chunk, self._clock())
 
-    @staticmethod
-    def _may_go(chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
-        """Nobody holds or writes it, and all its children go as well."""
-        return not chunk.holds and not chunk.pending and all(child in chosen for child in chunk.children())
+    def _saved_or_gone(self, chunk: Chunk) -> None:
+        """Before its DRAM copies leave."""
+        if chunk in self.unsaved:
+            self.unsaved.remove(chunk)
+            self.to_save.pop(chunk, None)
+            self.unsaved_bytes -= sum(c.size_bytes for shard, c in chunk.copies.items() if shard not in chunk.ssd)
 
-    def _clear_extent(self, size: int) -> bool:
-        """Empty one extent of another class, so that class `size` can have it: the one with the oldest victims."""
-        tried = set()
-        for other, policy in self._policies.items():
-            if other == size:
-                continue
-            for key in islice(policy.victims(), _SCAN_LIMIT):
-                copy = next(iter(self.forest.chunks[key].copies.values()))
-                extent = self.allocator.extent_of(copy.slot)
-                if extent.start in tried:
-                    continue
-                tried.add(extent.start)
-                if self._remove_all(extent.used):
-                    return True
-                if len(tried) >= _EXTENT_TRIES:
-                    return False
-        return False
+    def coldest_to_save(self, count: int) -> list[Chunk]:
+        """Up to `count` chunks to save, those first that were used longest ago. Nothing changes but their order.
 
-    def _remove_all(self, offsets: set[int]) -> bool:
-        """Evict every chunk that has a slot at these offsets, with what hangs below; False if one may not go."""
-        chosen: dict[Chunk, None] = {}
-        for offset in offsets:
-            owner = self._owners.get(offset // 4096)
-            if owner is None:
-                return False
-            for chunk in self.forest.subtree(owner):
-                if chunk.holds or chunk.pending:
-                    return False
-                chosen[chunk] = None
-        depth_first = sorted(chosen, key=_depth, reverse=True)
-        for chunk in depth_first:
-            self.remove(chunk, "evicted")
-        return True
-
-    def _policy(self, size: int) -> EvictionPolicy:
-        policy = self._policies.get(size)
-        if policy is None:
-            policy = self._policies[size] = make_policy(self.eviction)
-        return policy
+        Chunks that were used since they got their place go back to the end, at most a few thousand in one call.
+        """
+        late: dict[Chunk, None] = {}
+        found: list[Chunk] = []
+        for chunk, placed_s in islice(self.to_save.items(), _SCAN_LIMIT):
+            if chunk.used_s > placed_s:
+                late[chunk] = None
+            else:
+                found.append(chunk)
+                if len(found) == count:
+                    break
+        for chunk in late:
+            self.to_save[chunk] = chunk.used_s
+            self.to_save.move_to_end(chunk)
+        return found or list(late)[:count]
 
     # --- telling the index -------------------------------------------------------------------------------
 
     def _tell(self, chunk: Chunk, shard: int) -> None:
         """Publish when covered and the parent was published; then what waited for this chunk."""
         if chunk.published:
-            self._publish(EventKind.PUBLISH, chunk, shard)
+            self._publish(EventKind.PUBLISH, chunk, shard, _best(chunk, shard))
             return
         stack = [chunk]
         while stack:
@@ -312,23 +407,47 @@ class Pool:
             if current.published or not known_parent or not current.covered_here:
                 continue
             current.published = True
-            for each in current.copies:
-                self._publish(EventKind.PUBLISH, current, each)
+            for each in current.shards:
+                self._publish(EventKind.PUBLISH, current, each, _best(current, each))
             stack.extend(current.children())
 
     def check(self) -> None:
         """All records agree. Called by tests after every step."""
-        self.allocator.check()
         self.forest.check()
         self.catalog.check()
-        owned = {copy.slot: chunk for chunk in self.forest.chunks.values() for copy in chunk.copies.values()}
-        assert owned == self._owners, "slot owners"
-        committed = [chunk for chunk in self.forest.chunks.values() if chunk.copies]
-        assert self.committed_chunks == len(committed) == sum(len(p) for p in self._policies.values())
-        for chunk in committed:
+        for tier in self.tiers:
+            tier.check()
+        assert self._chunk_count == sum(chunk.is_committed for chunk in self.forest.chunks.values())
+        unsaved = {chunk for chunk in self.forest.chunks.values() if not chunk.is_saved}
+        assert self.ssd is None or unsaved == self.unsaved >= self.to_save.keys(), "unsaved chunks"
+        for chunk in self.forest.chunks.values():
             for copy in chunk.copies.values():
                 assert self.catalog.generation(copy.slot) == copy.generation and copy.generation % 2 == 0
             assert not chunk.published or chunk.is_root or chunk.parent is None or chunk.parent.published
+            assert not chunk.ssd or chunk.parent is None or chunk.parent.ssd, "on the SSD without its parent"
+        owing = sum(c.size_bytes for each in unsaved for shard, c in each.copies.items() if shard not in each.ssd)
+        assert self.ssd is None or owing == self.unsaved_bytes, "unsaved bytes"
+
+
+def _best(chunk: Chunk, shard: int) -> TierName:
+    return TierName.DRAM if shard in chunk.copies else TierName.SSD
+
+
+def _entry_value(chunk: Chunk, shard: int, copy: Copy, tier: TierName) -> EntryValue:
+    space = chunk.space
+    return EntryValue(
+        key=chunk.key,
+        shard=shard,
+        namespace_number=space.number,
+        tier=int(tier),
+        slot=copy.slot,
+        length=space.kinds[shard].payload_bytes,
+        generation=copy.generation,
+        parent_fingerprint=chunk.parent_fingerprint or 0,
+        fingerprint=chunk.fingerprint or 0,
+        token_count=chunk.token_count,
+        table_hash=copy.table_hash,
+    )
 
 
 def _check_room(space: KnownNamespace) -> None:
@@ -337,10 +456,3 @@ def _check_room(space: KnownNamespace) -> None:
             f"{space.namespace.title} has {GEOMETRIES_A_NAMESPACE_LIMIT} geometries on this node already; "
             "use one of them, or restart the node to forget unused ones"
         )
-
-
-def _depth(chunk: Chunk) -> int:
-    depth = 0
-    while chunk.parent is not None:
-        chunk, depth = chunk.parent, depth + 1
-    return depth

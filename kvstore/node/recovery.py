@@ -54,6 +54,8 @@ class Recovered:
 def recover(core: NodeCore, memory: mmap.mmap, now_s: float) -> Recovered:
     """Fill a fresh core from `memory`, the catalog that its writer has taken over. `now_s`: the core's clock.
 
+    Afterwards what lies on the SSD may be taken up; `core.settle` comes last.
+
     Raises LayoutMismatch where the memory contradicts itself; only new memory helps then.
     """
     return _Recovery(core, memory, now_s).run()
@@ -89,10 +91,8 @@ class _Recovery:
         dropped = self._clear_entries()
         pool.allocator.adopt(self._slots.items())
         holders = {owner: self._core.keep_out(owner, slots) for owner, slots in held.items()}
-        pool.settle()
-        self._core.publish_anew()
         quarantined = sum(len(several) for slots in held.values() for several in slots.values())
-        return Recovered(pool.committed_chunks, len(self._kept_entries), dropped, quarantined, holders)
+        return Recovered(pool.chunk_count, len(self._kept_entries), dropped, quarantined, holders)
 
     def _know_namespaces(self) -> None:
         namespaces, geometries = self._catalog.load_directory()
@@ -131,7 +131,8 @@ class _Recovery:
             return False
         if not chunk.copies:
             self._core.pool.forest.add(chunk)
-        self._core.pool.adopt(chunk, shard, Copy(slot, row[3], entry, kind.slot_bytes, row[4]))
+        pool = self._core.pool
+        pool.adopt(pool.dram, chunk, shard, Copy(slot, row[3], entry, kind.slot_bytes, row[4]))
         self._slots[slot] = kind.slot_bytes
         return True
 

@@ -106,6 +106,20 @@ class RemoteNode:
             raise InvalidRequest(f"the node answered {answer.run} chunks for {len(keys)} keys; update one of the two")
         return answer
 
+    def prefetch(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> tuple[int, int]:
+        """See NodeApi."""
+        request = node_pb2.PrefetchRequest(
+            session=self.session, chain=wire.chain_to_message(keys), rectangle=wire.rectangle_to_message(rectangle)
+        )
+        answer = self._channel.call(self._stub.Prefetch, request, deadline_s)
+        return answer.present_chunks, answer.dram_chunks
+
+    def persist(self, keys: Keys, deadline_s: float) -> tuple[int, str]:
+        """See NodeApi."""
+        request = node_pb2.PersistRequest(session=self.session, chain=wire.chain_to_message(keys))
+        answer = self._channel.call(self._stub.Persist, request, deadline_s)
+        return answer.ssd_chunks, answer.reason
+
     def release(self, leases: Sequence[int], ticket_ids: Sequence[bytes], deadline_s: float) -> None:
         """See NodeApi."""
         request = node_pb2.ReleaseRequest(session=self.session, leases=leases, ticket_ids=b"".join(ticket_ids))

@@ -129,7 +129,7 @@ class Reservations:
         if attempt.collides(chunk, index):
             self._pool.counts["collisions"] += 1
             return Outcome.REFUSED_COLLISION
-        if chunk.covering(attempt.space.kinds[attempt.shard].rectangle) is not None:
+        if chunk.covering_anywhere(attempt.space.kinds[attempt.shard].rectangle) is not None:
             return Outcome.PRESENT
         return Outcome.IN_PROGRESS if attempt.shard in chunk.pending else Outcome.GRANTED
 
@@ -159,11 +159,12 @@ class Reservations:
         kept = [chunk for key in chain if (chunk := pool.forest.chunks.get(key)) is not None]
         for chunk in kept:
             chunk.holds += 1
-        slots = pool.take_slots(size, len(wanted))
+        slots = pool.take_slots(size, len(wanted), attempt.space)
         for chunk in kept:
             chunk.holds -= 1
+        full = Outcome.REFUSED_QUOTA if pool.dram.is_at_bound(attempt.space.group, size) else Outcome.REFUSED_FULL
         for index in wanted[len(slots) :]:
-            outcomes[index] = Outcome.REFUSED_FULL
+            outcomes[index] = full
         for index, slot in zip(wanted, slots, strict=False):
             entry = pool.catalog.claim(attempt.key_list[index], attempt.shard)
             if entry is None:
@@ -291,7 +292,7 @@ class Reservations:
         self._pool.catalog.unclaim(grant.entry)
         grant.chunk.pending.pop(attempt.shard, None)
         known = self._pool.forest.get(grant.chunk.key) is grant.chunk
-        if known and not grant.chunk.copies and not grant.chunk.pending:
+        if known and not grant.chunk.is_committed and not grant.chunk.pending:
             self._pool.forest.remove(grant.chunk)
 
     def _forget(self, attempt: Attempt) -> None:

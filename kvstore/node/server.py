@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest, KvStoreError, LimitExceeded, NotFound
 from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
-from kvstore.model.values import Outcome
+from kvstore.model.values import MissReason, Outcome
 from kvstore.node import (
     HANDOFF_WAIT_MS,
     RESERVATION_LIFETIME_MS,
@@ -30,9 +30,10 @@ from kvstore.node import (
     ShardPlace,
     messages,
 )
-from kvstore.node.core import REMOTE_IDLE_S, NodeCore
+from kvstore.node.core import NOTHING_STAGED, REMOTE_IDLE_S, NodeCore
 from kvstore.node.messages import STREAM_LIMIT_S
-from kvstore.node.streams import PageStreams, next_part, touch_chain
+from kvstore.node.streams import PageStreams, next_part
+from kvstore.node.tiers import TierStack
 from kvstore.rpc import handshake, wire
 from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
 
@@ -40,16 +41,30 @@ WAIT_LIMIT_MS = 10_000
 STEP_CHUNKS = 256
 """Chunks that one turn of the event loop commits or resolves: about 4 ms."""
 CLIENT_NAME_LIMIT_BYTES = 128
+ANSWER_S = 0.05
+"""Kept of a call's time for its answer, when it waits for a disk."""
+HINTS_LIMIT = 64
+"""Prefetches under way; a further hint is only answered."""
+HINT_S = 30.0
 
-_Chained = node_pb2.ReserveRequest | node_pb2.AcquireRequest | node_pb2.GetRequest | node_pb2.PutHeader
+_Aimed = node_pb2.AcquireRequest | node_pb2.GetRequest | node_pb2.PrefetchRequest
+_Chained = _Aimed | node_pb2.ReserveRequest | node_pb2.PutHeader | node_pb2.PersistRequest
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """The store service of one node. `more_stats` adds figures of the shell to Stats."""
 
-    def __init__(self, core: NodeCore, streams: PageStreams, more_stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        core: NodeCore,
+        streams: PageStreams,
+        more_stats: Callable[[], dict[str, Any]],
+        tiers: TierStack | None = None,
+    ) -> None:
         self._core = core
         self._streams = streams
+        self._tiers = tiers
+        self._hints: set[asyncio.Task[object]] = set()
         self._more_stats = more_stats
         self._committed = asyncio.Event()
         core.on_commit = self._wake_waiters
@@ -110,36 +125,70 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         return node_pb2.AbortResponse()
 
     async def Acquire(self, request: node_pb2.AcquireRequest, context: Any) -> node_pb2.AcquireResponse:
-        """Resolves keys; with a ticket it waits for the writer as long as commits keep arriving."""
+        """Resolves keys; with a ticket it waits for the writer as long as commits keep arriving.
+
+        What lies on the SSD is read into DRAM first, as much as one call may.
+        """
         keys, rectangle = self._keys(request), _rectangle(request)
         _ticket_id(request.ticket_id)
         if request.ticket_id:
             wait_s = min(request.wait_ms or HANDOFF_WAIT_MS, WAIT_LIMIT_MS) / 1000
             await self._wait_for(request.session, keys, rectangle, wait_s, context)
+        staged, reason = NOTHING_STAGED, None
+        if request.lease_ms and self._tiers is not None:
+            staged, reason = await self._stage(self._tiers, request.session, keys, rectangle, context)
         if len(keys) <= STEP_CHUNKS:
-            return messages.acquire_to_message(self._core.acquire(request.session, keys, rectangle, request.lease_ms))
-        answer = await self._acquire_in_steps(request.session, keys, rectangle, request.lease_ms)
+            answer = self._core.acquire(request.session, keys, rectangle, request.lease_ms, staged=staged)
+        else:
+            answer = await self._acquire_in_steps(request.session, keys, rectangle, request.lease_ms, staged)
+        if answer.more and reason is not None:
+            answer = replace(answer, more=False, reason=reason)
+        if len(keys) <= STEP_CHUNKS:
+            return messages.acquire_to_message(answer)
         return await asyncio.to_thread(messages.acquire_to_message, answer)
 
-    async def _acquire_in_steps(self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int) -> AcquireAnswer:
+    async def _stage(
+        self, tiers: TierStack, session: int, keys: Keys, rectangle: Rectangle, context: Any
+    ) -> tuple[range, MissReason | None]:
+        """Bring what is next on the SSD into DRAM: (places of what came, why not more)."""
+        run = await self._dram_run(session, keys, rectangle)
+        if run is None:
+            return NOTHING_STAGED, None
+        ends_s = time.monotonic() + context.time_remaining() - ANSWER_S
+        staged, reason = await tiers.stage(keys, rectangle, run, ends_s)
+        return range(run, run + staged), reason
+
+    async def _dram_run(self, session: int, keys: Keys, rectangle: Rectangle) -> int | None:
+        """Leading chunks in DRAM where the next one is on the SSD, else None."""
+        run = 0
+        while run < len(keys):
+            part = self._core.resolve(session, keys.slice(run, run + STEP_CHUNKS), rectangle)
+            run += part.run
+            if part.more or part.reason is not None:
+                return run if part.more else None
+            await asyncio.sleep(0)
+        return None
+
+    async def _acquire_in_steps(
+        self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int, staged: range
+    ) -> AcquireAnswer:
         """As `NodeCore.acquire`, but others get their turn in between.
 
         The lease is of the last chunk found, which keeps its ancestors. A chunk that leaves before that is noticed by
         the reader's fence.
         """
         places: list[ShardPlace] = []
-        run, reason = 0, None
-        while run < len(keys) and reason is None:
-            part = self._core.acquire(session, keys.slice(run, run + STEP_CHUNKS), rectangle, 0)
+        run, reason, more = 0, None, False
+        while run < len(keys) and reason is None and not more:
+            part = self._core.resolve(session, keys.slice(run, run + STEP_CHUNKS), rectangle)
             places += [replace(place, index=run + place.index) for place in part.places]
-            run, reason = run + part.run, part.reason
+            run, reason, more = run + part.run, part.reason, part.more
             await asyncio.sleep(0)
-        lease, held_ms = 0, 0
-        if run and lease_ms:
-            last = self._core.acquire(session, keys.slice(run - 1, run), rectangle, lease_ms)
-            lease, held_ms = last.lease, last.lease_ms
-            touch_chain(self._core, session, keys.slice(0, run), STEP_CHUNKS)
-        return AcquireAnswer(run, places, lease, held_ms, reason, self._core.info.epoch)
+        answer = AcquireAnswer(run, places, 0, 0, reason, self._core.info.epoch, more)
+        if not lease_ms:
+            return answer
+        self._core.use(keys.slice(0, run), staged)
+        return self._core.lease(session, keys, answer, lease_ms, staged=staged)
 
     async def _wait_for(self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any) -> None:
         """Until all keys are there, or the run has not grown for `wait_s`, or the call's time is nearly up.
@@ -149,11 +198,11 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         loop = asyncio.get_running_loop()
         run, patience_ends = 0, loop.time() + wait_s
         while True:
-            answer: AcquireAnswer = self._core.acquire(session, keys.slice(run, len(keys)), rectangle, 0)
-            run += answer.run
+            more = self._core.present_run(session, keys.slice(run, len(keys)), rectangle)
+            run += more
             if run == len(keys):
                 return
-            if answer.run:
+            if more:
                 patience_ends = loop.time() + wait_s
             left_s = min(patience_ends - loop.time(), context.time_remaining() - 0.05)
             if left_s <= 0:
@@ -174,7 +223,34 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         wire.check_key("namespace_id", request.namespace_id)
         blob = wire.check_key_blob("keys", request.keys)
         keys = [blob[at : at + 16] for at in range(0, len(blob), 16)]
-        return node_pb2.RemoveResponse(removed_chunks=self._core.remove(request.session, request.namespace_id, keys))
+        removed = self._core.remove(request.session, request.namespace_id, keys)
+        if self._tiers is not None:
+            await self._tiers.forget_removed()
+        return node_pb2.RemoveResponse(removed_chunks=removed)
+
+    async def Prefetch(self, request: node_pb2.PrefetchRequest, _: Any) -> node_pb2.PrefetchResponse:
+        """A hint: brings keys from the SSD into DRAM after the answer, one bound of a call after the other."""
+        keys, rectangle = self._keys(request), _rectangle(request)
+        present = self._core.present_run(request.session, keys, rectangle)
+        run = await self._dram_run(request.session, keys, rectangle)
+        in_dram = present if run is None else run
+        if run is not None and self._tiers is not None and len(self._hints) < HINTS_LIMIT:
+            ends_s = time.monotonic() + HINT_S
+            task = asyncio.get_running_loop().create_task(
+                self._tiers.stage_all(keys.slice(0, present), rectangle, run, ends_s)
+            )
+            self._hints.add(task)
+            task.add_done_callback(self._hints.discard)
+        return node_pb2.PrefetchResponse(present_chunks=present, dram_chunks=in_dram)
+
+    async def Persist(self, request: node_pb2.PersistRequest, context: Any) -> node_pb2.PersistResponse:
+        """Waits until keys are on the SSD."""
+        keys = self._keys(request)
+        if self._tiers is None:
+            return node_pb2.PersistResponse(ssd_chunks=0, reason="no_ssd")
+        ends_s = time.monotonic() + context.time_remaining() - ANSWER_S
+        run, reason = await self._tiers.persist(keys, ends_s)
+        return node_pb2.PersistResponse(ssd_chunks=run, reason=reason)
 
     async def Stats(self, request: node_pb2.StatsRequest, _: Any) -> node_pb2.StatsResponse:
         """Figures of the node."""
@@ -219,11 +295,13 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             raise Unauthorized("this session cannot write into the node's memory; store with Put")
 
     def _wake_waiters(self) -> None:
+        if self._tiers is not None:
+            self._tiers.wake()
         self._committed.set()
         self._committed = asyncio.Event()
 
 
-def _rectangle(request: node_pb2.AcquireRequest | node_pb2.GetRequest) -> Rectangle:
+def _rectangle(request: _Aimed) -> Rectangle:
     if not request.HasField("rectangle"):
         raise InvalidRequest("rectangle is missing; the whole chunk is 0..layers x 0..KV heads")
     return wire.rectangle_from_message(request.rectangle)

@@ -3,7 +3,7 @@
 An arena is divided into *extents*, each cut into slots of one class (one exact size). An extent is 64 MiB long (in an
 arena below 1 GiB a 16th of it, at least 1 MiB), but never shorter than 16 slots; the last one is cut to what is left.
 An empty extent goes back to the free space and may serve another class. Slots are named by their offset in units of
-4096 bytes.
+4096 bytes. On an SSD each extent begins with a block of headers, one a slot.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ def slot_bytes(layout: PageLayout, rectangle: Rectangle) -> int:
 
 @dataclass(slots=True)
 class Extent:
-    """A run of the arena cut into slots of `slot_bytes`. `fresh` = slots never handed out start here."""
+    """A run of the arena cut into slots of `slot_bytes`, behind `head_bytes` of headers. `fresh` = slots that were
+    handed out once; those behind them never were."""
 
     start: int
     stop: int
     slot_bytes: int
+    head_bytes: int = 0
     free: list[int] = field(default_factory=list)
     fresh: int = 0
     used: set[int] = field(default_factory=set)
@@ -54,16 +56,30 @@ class Extent:
     @property
     def slot_count(self) -> int:
         """Slots that fit."""
-        return (self.stop - self.start) // self.slot_bytes
+        return (self.stop - self.first) // self.slot_bytes
+
+    @property
+    def first(self) -> int:
+        """Offset of its first slot."""
+        return self.start + self.head_bytes
 
 
 class SlotAllocator:
-    """Which slots of an arena are free. `open_until` bytes of it are ready for use (the rest is being populated)."""
+    """Which slots of an arena are free. `open_until` bytes of it are ready for use (the rest is being populated).
 
-    def __init__(self, arena_bytes: int, open_until: int = 0) -> None:
+    The slots lie in [start_bytes, arena_bytes). `header_bytes`: what each slot needs in the head of its extent.
+    """
+
+    def __init__(self, arena_bytes: int, open_until: int = 0, *, start_bytes: int = 0, header_bytes: int = 0) -> None:
         self.arena_bytes = arena_bytes
         self.open_until = open_until
-        self._regions: list[tuple[int, int]] = [(0, arena_bytes)]
+        self.only_used_before = False
+        """True: hand out only slots that were handed out before (the disk has no room for others)."""
+        self.cuts = 0
+        """Counts how often extents were made or given up."""
+        self._start_bytes = start_bytes
+        self._header_bytes = header_bytes
+        self._regions: list[tuple[int, int]] = [(start_bytes, arena_bytes)]
         self._extents: dict[int, Extent] = {}
         self._starts: list[int] = []
         self._by_class: dict[int, list[Extent]] = {}
@@ -107,6 +123,51 @@ class SlotAllocator:
         self._by_class.setdefault(size, []).append(extent)
         self.used_bytes += len(extent.used) * size
 
+    def restore(self, extents: Iterable[tuple[int, int, int]], slots: Iterable[int]) -> list[int]:
+        """Take up extents (start, stop, class in bytes) as they were cut before, with the slots that are in use.
+
+        Returns the slots that lie in no extent or not at the place of a slot. Raises LayoutMismatch where extents
+        overlap or leave the arena.
+        """
+        assert not self._extents
+        end = self._start_bytes
+        for start, stop, size in sorted(extents):
+            if start < end or stop > self.arena_bytes or size <= 0 or start + size > stop:
+                raise LayoutMismatch(f"an extent at {start} overlaps another one or the end of the arena")
+            end = stop
+            extent = Extent(start, stop, size, self._head_bytes(stop - start, size))
+            extent.fresh = extent.slot_count  # whatever lies there was written once
+            self._extents[start] = extent
+            self._starts.append(start)
+            self._by_class.setdefault(size, []).append(extent)
+        misplaced = [slot for slot in slots if not self._use(slot)]
+        edges = [self._start_bytes, *(edge for each in self._extents.values() for edge in (each.start, each.stop))]
+        edges.append(self.arena_bytes)
+        self._regions = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        for extent in list(self._extents.values()):
+            offsets = range(extent.first, extent.first + extent.fresh * extent.slot_bytes, extent.slot_bytes)
+            extent.free = [offset for offset in reversed(offsets) if offset not in extent.used]
+            if not extent.used:
+                self._drop_extent(extent)
+        return misplaced
+
+    def _use(self, slot: int) -> bool:
+        offset = slot * UNIT_BYTES
+        place = bisect.bisect_right(self._starts, offset) - 1
+        if place < 0:
+            return False
+        extent = self._extents[self._starts[place]]
+        index, rest = divmod(offset - extent.first, extent.slot_bytes)
+        if rest or not 0 <= index < extent.slot_count or offset in extent.used:
+            return False
+        extent.used.add(offset)
+        self.used_bytes += extent.slot_bytes
+        return True
+
+    def extents(self) -> list[tuple[int, int, int]]:
+        """(start, stop, class in bytes) of each extent."""
+        return [(e.start, e.stop, e.slot_bytes) for _, e in sorted(self._extents.items())]
+
     def allocate(self, size: int, count: int) -> list[int]:
         """Up to `count` slots of class `size` (bytes), as many as are free now."""
         taken: list[int] = []
@@ -130,8 +191,10 @@ class SlotAllocator:
             if extent.free:
                 offset = extent.free.pop()
             else:
-                offset = extent.start + extent.fresh * extent.slot_bytes
+                offset = extent.first + extent.fresh * extent.slot_bytes
                 if extent.fresh >= extent.slot_count or offset + extent.slot_bytes > self.open_until:
+                    return
+                if self.only_used_before:
                     return
                 extent.fresh += 1
             extent.used.add(offset)
@@ -177,20 +240,33 @@ class SlotAllocator:
         # A small arena has small extents: else the first class would own all of it, and a second one could only get
         # room by evicting everything of the first.
         longest = min(EXTENT_BYTES, max(SMALL_EXTENT_BYTES, self.arena_bytes // EXTENTS))
-        return max(longest // size, EXTENT_SLOTS) * size
+        count = max(longest // size, EXTENT_SLOTS)
+        return count * size + self._round_up(count * self._header_bytes)
+
+    def _head_bytes(self, length: int, size: int) -> int:
+        """Bytes of the headers at the start of an extent of this length."""
+        count = length // size
+        while self._header_bytes and self._round_up(count * self._header_bytes) + count * size > length:
+            count -= 1
+        return self._round_up(count * self._header_bytes)
+
+    @staticmethod
+    def _round_up(size: int) -> int:
+        return -(-size // UNIT_BYTES) * UNIT_BYTES
 
     def _new_extent(self, size: int) -> Extent | None:
-        wanted = self._extent_bytes(size)
-        fits = [region for region in self._regions if region[1] - region[0] >= size]
-        if not fits:
+        wanted, least = self._extent_bytes(size), size + self._round_up(self._header_bytes)
+        fits = [region for region in self._regions if region[1] - region[0] >= least]
+        if not fits or self.only_used_before:
             return None
         start, stop = min(fits)
         cut = min(stop, start + wanted)
-        if stop - cut < size:
+        if stop - cut < least:
             cut = stop
         place = self._regions.index((start, stop))
         self._regions[place : place + 1] = [(cut, stop)] if cut < stop else []
-        extent = Extent(start, cut, size)
+        extent = Extent(start, cut, size, self._head_bytes(cut - start, size))
+        self.cuts += 1
         self._extents[start] = extent
         bisect.insort(self._starts, start)
         self._by_class.setdefault(size, []).append(extent)
@@ -199,6 +275,7 @@ class SlotAllocator:
     def _drop_extent(self, extent: Extent) -> None:
         self._by_class[extent.slot_bytes].remove(extent)
         del self._extents[extent.start]
+        self.cuts += 1
         self._starts.remove(extent.start)
         regions = sorted([*self._regions, (extent.start, extent.stop)])
         merged = [regions[0]]
@@ -216,10 +293,11 @@ class SlotAllocator:
     def check(self) -> None:
         """Extents and free regions tile the arena; slots lie inside their extent, each free or used once."""
         runs = sorted([*self._regions, *((e.start, e.stop) for e in self._extents.values())])
-        assert runs[0][0] == 0 and runs[-1][1] == self.arena_bytes
+        assert runs[0][0] == self._start_bytes and runs[-1][1] == self.arena_bytes
         assert all(one[1] == other[0] for one, other in pairwise(runs))
         for extent in self._extents.values():
             handed = sorted([*extent.free, *extent.used])
-            assert handed == [extent.start + i * extent.slot_bytes for i in range(extent.fresh)]
+            assert handed == [extent.first + i * extent.slot_bytes for i in range(extent.fresh)]
+            assert extent.first + extent.slot_count * extent.slot_bytes <= extent.stop
             assert extent.used and extent.fresh <= extent.slot_count
         assert self.used_bytes == sum(len(e.used) * e.slot_bytes for e in self._extents.values())

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -35,7 +37,7 @@ from kvstore.model import checksum
 from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
-from kvstore.node import RESERVATION_LIFETIME_MS, ReserveAnswer, ShardPlace
+from kvstore.node import RESERVATION_LIFETIME_MS, AcquireAnswer, ReserveAnswer, ShardPlace
 from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.core import NodeCore
 from kvstore.node.messages import PIECE_BYTES
@@ -52,6 +54,8 @@ WINDOW_BYTES = 64 << 20
 CHUNK_LIMIT_S = RESERVATION_LIFETIME_MS / 1000
 """A Put that takes longer than this to send a chunk is ended; its reservation would end then as well."""
 LEASE_MS = 60_000
+STAGE_LIMIT_S = 10.0
+"""Longest wait for the SSD within a Get."""
 INLINE_BYTES = 64 << 10
 """Checksums of less than this are made on the loop: a thread would take longer to start on it."""
 
@@ -60,12 +64,17 @@ T = TypeVar("T")
 _NO_ROOM = (Outcome.REFUSED_FULL, Outcome.REFUSED_CATALOG_FULL, Outcome.REFUSED_SESSION_LIMIT)
 
 
+Stage = Callable[[Keys, Rectangle, int, float], Awaitable[tuple[int, MissReason | None]]]
+"""`TierStack.stage`: brings chunks from a place on into DRAM until a (monotonic) time."""
+
+
 class PageStreams:
     """Moves payloads between gRPC streams and the arena (`memory`: the whole arena as uint8)."""
 
-    def __init__(self, core: NodeCore, memory: Bytes) -> None:
+    def __init__(self, core: NodeCore, memory: Bytes, stage: Stage | None = None) -> None:
         self._core = core
         self._memory = memory
+        self._stage = stage
         self.open_count = 0
 
     async def put(
@@ -88,7 +97,7 @@ class PageStreams:
         """
         with self._admitted():
             async with contextlib.aclosing(
-                _Get(self._core, self._memory, session, keys, rectangle).messages()
+                _Get(self._core, self._memory, session, keys, rectangle, self._stage).messages()
             ) as found:
                 async for message in found:
                     yield message
@@ -162,7 +171,7 @@ class _Put:
                 self._end(answer.attempt)
         if await next_part(self._parts) is not None:
             raise InvalidRequest(f"put: more was sent after the last of {len(self._keys)} chunks, which are stored")
-        touch_chain(self._core, self._session, self._keys, width)
+        self._core.order(self._session, self._keys)
         self._core.pool.counts["put_chunks"] += outcomes.count(Outcome.COMMITTED)
         return outcomes
 
@@ -247,12 +256,15 @@ class _Put:
 class _Get:
     """One Get under way."""
 
-    def __init__(self, core: NodeCore, memory: Bytes, session: int, keys: Keys, rectangle: Rectangle) -> None:
+    def __init__(
+        self, core: NodeCore, memory: Bytes, session: int, keys: Keys, rectangle: Rectangle, stage: Stage | None
+    ) -> None:
         self._core = core
         self._memory = memory
         self._session = session
         self._keys = keys
         self._rectangle = rectangle
+        self._stage = stage
         self._delivered = 0
         self._reason: MissReason | None = None
 
@@ -268,7 +280,7 @@ class _Get:
         size = layout.payload_bytes(self._rectangle)
         while not self._ended:
             window = self._keys.slice(self._delivered, self._delivered + WINDOW_CHUNKS)
-            answer = core.acquire(self._session, window, self._rectangle, LEASE_MS)
+            answer = await self._acquire(window)
             try:
                 for places in _by_chunk(answer.places, answer.run):
                     core.session(self._session)  # a reader that is being served is not idle
@@ -286,6 +298,18 @@ class _Get:
                         core.release(self._session, [answer.lease], [])
         self._count()
         yield node_pb2.GetResponse(end_reason="" if self._reason is None else self._reason.value)
+
+    async def _acquire(self, window: Keys) -> AcquireAnswer:
+        """A lease of the window's leading chunks; at least one that is on the SSD is brought into DRAM first."""
+        answer = self._core.resolve(self._session, window, self._rectangle)
+        staged, reason, run = 0, None, answer.run
+        if answer.more and not run and self._stage is not None:
+            ends_s = time.monotonic() + STAGE_LIMIT_S
+            staged, reason = await self._stage(window, self._rectangle, 0, ends_s)
+        answer = self._core.acquire(self._session, window, self._rectangle, LEASE_MS, staged=range(staged))
+        if answer.more and not answer.run:
+            answer = replace(answer, reason=reason or MissReason.DEADLINE)
+        return answer
 
     def _messages_of(self, chunk: StoredChunk, digest: int | None, size: int) -> Iterator[node_pb2.GetResponse]:
         """Head and pieces of one chunk, as long as its slots hold it; a message goes out only after that look."""
@@ -316,7 +340,7 @@ class _Get:
         if self._reason is not None:
             counts[f"get_misses_{self._reason.value}"] += 1
         if self._delivered > WINDOW_CHUNKS:
-            touch_chain(self._core, self._session, self._keys.slice(0, self._delivered), WINDOW_CHUNKS)
+            self._core.order(self._session, self._keys.slice(0, self._delivered))
 
 
 async def _off_loop(work: Callable[[], T], size_bytes: int) -> T:
@@ -329,9 +353,3 @@ def _by_chunk(places: Sequence[ShardPlace], run: int) -> list[list[ShardPlace]]:
     for place in places:
         found[place.index].append(place)
     return found
-
-
-def touch_chain(core: NodeCore, session: int, keys: Keys, width: int) -> None:
-    """One use of the whole chain: its windows were used head first, but parents must be younger than children."""
-    for start in reversed(range(0, len(keys), width)):
-        core.touch(session, list(keys.slice(start, start + width)))

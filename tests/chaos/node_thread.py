@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.config import NodeSettings
 from kvstore.model.values import NodeInfo
@@ -22,16 +22,17 @@ WAIT_S = 20.0
 class NodeThread:
     """Started by the constructor, without an index. `call` runs something where the core may be touched."""
 
-    def __init__(self, folder: Path, dram_bytes: int = 4 << 20, node_id: str = "raced") -> None:
+    def __init__(self, folder: Path, dram_bytes: int = 4 << 20, node_id: str = "raced", **more: Any) -> None:
         settings = NodeSettings(
             control_address="127.0.0.1:0",
             metrics_address="",
             dram=dram_bytes,
-            slots=dram_bytes // 4096,
+            slots=more.pop("slots", dram_bytes // 4096),
             host_id=node_id,
             node_id=node_id,
             socket_dir=str(folder),
             data_dir=str(folder),
+            **more,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-node")

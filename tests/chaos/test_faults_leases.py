@@ -64,7 +64,7 @@ def between(monkeypatch: pytest.MonkeyPatch, node: NodeThread, writer: Cache, se
     """Between a remote read's Acquire and its first byte so much time passes, and the space is refilled."""
     take = Peer.take
     acquire = node.core.acquire
-    monkeypatch.setattr(node.core, "acquire", lambda s, k, r, ms, *more: acquire(s, k, r, min(ms, lease_ms), *more))
+    monkeypatch.setattr(node.core, "acquire", lambda s, k, r, ms, **more: acquire(s, k, r, min(ms, lease_ms), **more))
 
     def late(peer: Peer, deadline_s: float) -> Connection:
         refill(node, writer, seconds)

@@ -12,7 +12,7 @@ from kvstore.model.values import Outcome
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import CoreSettings, Session
 from kvstore.node.eviction.lru import LeafFirstLru
-from kvstore.node.pool import Pool
+from kvstore.node.tier import Tier
 from tests.unit.node.small_node import SMALL, SmallNode, keys_of, namespace
 
 SPACE = namespace()
@@ -150,12 +150,13 @@ def test_c04_also_where_each_call_names_only_its_own_part() -> None:
 def test_c04_the_test_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain LRU in the order of the calls, without the leaf rule, takes the head."""
 
-    def added(policy: LeafFirstLru, keys: list[bytes]) -> None:
+    def added(policy: LeafFirstLru, keys: list[bytes], _: list[int]) -> None:
         policy._order.update(dict.fromkeys(keys))
 
     monkeypatch.setattr(LeafFirstLru, "added", added)
     monkeypatch.setattr(LeafFirstLru, "touched", lambda policy, keys: None)
-    monkeypatch.setattr(Pool, "_may_go", staticmethod(lambda chunk, chosen: not chunk.holds and not chunk.pending))
+    monkeypatch.setattr(LeafFirstLru, "ordered", lambda policy, keys: None)
+    monkeypatch.setattr(Tier, "_may_go", lambda _, chunk, chosen: not chunk.holds and not chunk.pending)
     hit, _, unreachable = prefix_after_q(1, 0)
     assert hit < 45 and unreachable > 0
 
@@ -168,13 +169,13 @@ def test_b07_a_pool_with_everything_held_answers_at_once(monkeypatch: pytest.Mon
     node.store(session, keys)
     assert node.core.acquire(session.number, keys, SMALL.whole, 60_000).lease
     looked_at = [0]
-    may_go = Pool._may_go
+    may_go = Tier._may_go
 
-    def counting(chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
+    def counting(tier: Tier, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
         looked_at[0] += 1
-        return may_go(chunk, chosen)
+        return may_go(tier, chunk, chosen)
 
-    monkeypatch.setattr(Pool, "_may_go", staticmethod(counting))
+    monkeypatch.setattr(Tier, "_may_go", counting)
     for number in range(100):
         outcomes = node.store(session, keys_of(SPACE, 100 + number, 4))
         assert set(outcomes) == {Outcome.REFUSED_FULL}

@@ -8,8 +8,8 @@ from hypothesis import settings
 from kvstore.node import slots
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
-from kvstore.node.pool import Pool
 from kvstore.node.reservations import Reservations
+from kvstore.node.tier import Tier
 from tests.model.node_machine import NodeMachine, RoomNodeMachine, WideNodeMachine, walk
 
 VARIANTS = (NodeMachine, WideNodeMachine, RoomNodeMachine)
@@ -33,18 +33,18 @@ def test_a_long_walk_keeps_the_laws(variant: type[NodeMachine]) -> None:
     walk(variant(), seed=2, steps=1200)
 
 
-def without_holds(chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
+def without_holds(_: Tier, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
     return not chunk.pending and all(child in chosen for child in chunk.children())
 
 
-def without_children(chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
+def without_children(_: Tier, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
     return not chunk.holds and not chunk.pending
 
 
 GUARDS = {
     "quarantine": (Reservations, "quarantine", Reservations.abort),
-    "leases and pins": (Pool, "_may_go", staticmethod(without_holds)),
-    "leaf first": (Pool, "_may_go", staticmethod(without_children)),
+    "leases and pins": (Tier, "_may_go", without_holds),
+    "leaf first": (Tier, "_may_go", without_children),
     "late commits": (
         NodeCore,
         "_attempt",

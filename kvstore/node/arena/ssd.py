@@ -217,6 +217,12 @@ class SsdArena:
                     self._headers[extent.start][at : at + HEADER_BYTES] = _NO_HEADER
                 raise
 
+    def has_slot(self, slot: int) -> bool:
+        """True if a slot of a known extent begins there."""
+        with self._headers_lock:
+            place = bisect.bisect_right(self._starts, slot * UNIT_BYTES) - 1
+            return place >= 0 and self._extents[self._starts[place]].index(slot) is not None
+
     def _place(self, slot: int) -> tuple[ExtentPlace, int]:
         extent = self._extents[self._starts[bisect.bisect_right(self._starts, slot * UNIT_BYTES) - 1]]
         index = extent.index(slot)

@@ -37,36 +37,28 @@ def prompts_that_branch(count: int, seed: int) -> list[list[bytes]]:
     return prompts[1:]
 
 
-# Used below: 4 blocks of DRAM, 8 of SSD. With a quarter clean, three blocks may wait for the cleaner.
+# Used below with 4 blocks of DRAM and 8 of SSD.
 ROUNDS = [request(1, 2), request(3, 4), request(5), request(1, 2), request(3, 4)]
 
 
-def test_the_cleaner_writes_the_coldest_with_its_ancestors_once_a_quarter_is_neither_free_nor_clean() -> None:
-    assert simulate(ROUNDS[:1], capacity_blocks=4, ssd_blocks=8).ssd_blocks_written == 0
-    counts = simulate(ROUNDS, capacity_blocks=4, ssd_blocks=8)
-    assert counts.ssd_blocks_written == 2, "1 before 2, after the second request"
-    assert (counts.dram_hit_blocks, counts.ssd_hit_blocks) == (2, 1), "1, then 2 from the SSD; 3"
-    assert (counts.evictions, counts.lost_blocks) == (2, 2), "4 and 5; that DRAM dropped 2 is no eviction"
-
-
 def test_a_cleaner_that_writes_everything_loses_nothing() -> None:
-    counts = simulate(ROUNDS, capacity_blocks=4, ssd_blocks=8, clean_share=1)
+    counts = simulate(ROUNDS, capacity_blocks=4, ssd_blocks=8)
     assert counts.ssd_blocks_written == 5
     assert (counts.dram_hit_blocks, counts.ssd_hit_blocks) == (2, 2)
     assert counts.evictions == counts.lost_blocks == 0
 
 
 def test_second_touch_writes_what_is_used_again_or_came_back() -> None:
-    once = simulate(ROUNDS[:3], capacity_blocks=4, ssd_blocks=8, clean_share=1, admission="second_touch")
+    once = simulate(ROUNDS[:3], capacity_blocks=4, ssd_blocks=8, admission="second_touch")
     assert once.ssd_blocks_written == 0
-    counts = simulate(ROUNDS, capacity_blocks=4, ssd_blocks=8, clean_share=1, admission="second_touch")
+    counts = simulate(ROUNDS, capacity_blocks=4, ssd_blocks=8, admission="second_touch")
     assert counts.lost_blocks == 3, "2, 4 and 5"
     assert counts.ssd_blocks_written == 4, "1 and 3 were used again, 2 and 4 came back after they were lost"
 
 
 def test_the_ssd_evicts_tails_first_and_forgets_what_only_it_had() -> None:
     rounds = [request(1, 2, 3), request(4, 5), request(1, 2, 3)]
-    counts = simulate(rounds, capacity_blocks=3, ssd_blocks=4, clean_share=1)
+    counts = simulate(rounds, capacity_blocks=3, ssd_blocks=4)
     assert (counts.dram_hit_blocks, counts.ssd_hit_blocks) == (1, 1), "3 had left for 4 and 5"
     assert (counts.evictions, counts.lost_blocks) == (2, 0), "then 5 left for 3"
 
@@ -77,7 +69,7 @@ def test_a_boundless_ssd_with_a_busy_cleaner_hits_what_boundless_memory_does() -
         for ids in prompts_that_branch(300, 4)
     ]
     longest = max(len(each.hash_ids) for each in rounds)
-    small = simulate(rounds, capacity_blocks=longest, ssd_blocks=10_000, clean_share=1)
+    small = simulate(rounds, capacity_blocks=longest, ssd_blocks=10_000)
     assert small.hit_blocks == simulate(rounds).hit_blocks
     assert small.ssd_hit_blocks > 0 and small.evictions == 0
 
@@ -90,7 +82,8 @@ def test_both_tiers_keep_the_laws(policy: str, admission: str, ssd_blocks: int) 
     for prompt in prompts_that_branch(150, 1):
         node.serve(prompt, 512)
         node.check()
-    assert node.evictions >= node.lost_blocks > 0
+    assert node.evictions >= node.lost_blocks
+    assert node.lost_blocks or (ssd_blocks == 60 and admission == "always")
     assert bool(node.ssd_blocks_written) == bool(ssd_blocks)
 
 
@@ -99,8 +92,6 @@ def test_bad_arguments_are_named() -> None:
         simulate([], ssd_blocks=1, admission="never")
     with pytest.raises(InvalidRequest, match="ssd_blocks"):
         simulate([], ssd_blocks=-1)
-    with pytest.raises(InvalidRequest, match="clean_share"):
-        simulate([], clean_share=1.5)
 
 
 @EVERY_POLICY

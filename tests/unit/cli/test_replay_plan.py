@@ -65,13 +65,13 @@ def test_the_computation_alone_shows_hits_by_tier(trace: Path, capsys: pytest.Ca
         "requests": 5,
         "chunks": 9,
         "tokens": 9 * 512,
-        "hit_chunk_ratio": round(3 / 9, 4),
-        "hit_token_ratio": round(3 / 9, 4),
+        "hit_chunk_ratio": round(4 / 9, 4),
+        "hit_token_ratio": round(4 / 9, 4),
         "dram_hits": 2,
-        "ssd_hits": 1,
-        "evictions": 2,
-        "lost_chunks": 2,
-        "ssd_chunks_written": 2,
+        "ssd_hits": 2,
+        "evictions": 0,
+        "lost_chunks": 0,
+        "ssd_chunks_written": 5,
     }
 
 

@@ -113,6 +113,7 @@ class CrashNode:
         self._new_core()
         self.before_recovery()
         recovered = recover(self.core, self.memory, self.now)
+        self.core.settle()
         self.core.check()
         return recovered
 

@@ -68,18 +68,6 @@ def test_a_rectangle_beyond_the_geometries_is_never_covered(space: KnownNamespac
     assert chunk.covering(Rectangle(0, 2, 0, 3)) is None
 
 
-def test_only_a_leaf_that_nobody_uses_may_go(space: KnownNamespace) -> None:
-    forest, keys = Forest(), list(keys_of(space.namespace, 1, 2))
-    head, tail = chunk_of(space, keys[0], space.namespace.id), chunk_of(space, keys[1], keys[0])
-    forest.add(head)
-    forest.add(tail)
-    assert [chunk for chunk in (head, tail) if chunk.evictable] == [tail]
-    tail.holds = 1
-    assert [chunk for chunk in (head, tail) if chunk.evictable] == []
-    tail.holds, tail.pending[WHOLE.shard(0)] = 0, 1
-    assert [chunk for chunk in (head, tail) if chunk.evictable] == []
-
-
 def test_random_trees_keep_their_links(space: KnownNamespace) -> None:
     rng, forest = random.Random(2), Forest()
     names = [bytes([n]) * 16 for n in range(1, 40)]

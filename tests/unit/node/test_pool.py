@@ -11,7 +11,8 @@ from kvstore.model.values import Outcome
 from kvstore.node import slots
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings
-from kvstore.node.pool import UNCOVERED_GRACE_S, Pool
+from kvstore.node.pool import Pool
+from kvstore.node.tier import UNCOVERED_GRACE_S
 from tests.unit.node.small_node import SMALL, WIDE, SmallNode, keys_of, namespace
 
 SPACE, OTHER = namespace(), namespace(revision="r2")
@@ -151,7 +152,7 @@ def test_room_chunks_caps_what_is_kept_not_what_is_reserved() -> None:
     session = node.open(SPACE)
     for prompt in (1, 2, 3):
         assert set(node.store(session, keys_of(SPACE, prompt, 3))) == {Outcome.COMMITTED}
-        assert node.core.pool.committed_chunks <= 4
+        assert node.core.pool.chunk_count <= 4
     assert node.resident(keys_of(SPACE, 3, 3)) == 3
 
 

@@ -67,7 +67,7 @@ def test_a_second_look_grants_no_chunk_whose_parent_is_not_there() -> None:
     assert [outcome for _, outcome, _ in answer.waiting].count(Outcome.GRANTED) == 4
     node.core.abort(two.number, second.attempt)
     node.core.check()
-    assert node.resident(keys) == 0 and node.core.pool.committed_chunks == 1
+    assert node.resident(keys) == 0 and node.core.pool.chunk_count == 1
     assert node.core.pool.forest.orphans, "the one below the missing ones is an orphan"
 
 

@@ -107,7 +107,7 @@ def test_a_long_chain_is_reserved_window_by_window(monkeypatch: pytest.MonkeyPat
         feed.end()
         assert await task == [COMMITTED] * 8
         assert most <= 3
-        policy = setting.core.pool._policy(4096)
+        policy = setting.core.pool.dram._policy(4096, 0)
         assert list(policy.victims()) == list(keys)[::-1], "tails go first"
         assert await setting.get(keys) == ([payload_of(SMALL, i) for i in range(8)], "")
         assert list(policy.victims()) == list(keys)[::-1], "also after a Get over several windows"

@@ -84,14 +84,14 @@ def test_acquire_waits_for_a_tickets_chunks_and_looks_at_each_once(monkeypatch: 
         setting = Setting()
         keys = keys_of(setting.space, 1, 20)
         answer = setting.node.reserve(setting.writer, keys)
-        looks, real = [0], setting.core.acquire
+        looks, real = [0], setting.core.present_run
 
-        def counted(session: int, part: Any, *rest: Any) -> Any:
-            found = real(session, part, *rest)
-            looks[0] += found.run + 1
-            return found
+        def counted(session: int, part: Any, *rest: Any) -> int:
+            run = real(session, part, *rest)
+            looks[0] += run + 1
+            return run
 
-        monkeypatch.setattr(setting.core, "acquire", counted)
+        monkeypatch.setattr(setting.core, "present_run", counted)
         task = asyncio.create_task(setting.servicer.Acquire(setting.acquire(20, lease_ms=1000), Context()))
         for index in range(20):
             await asyncio.sleep(0)
@@ -163,7 +163,7 @@ def test_long_chains_are_committed_and_resolved_in_turns_with_the_same_answers(m
             assert (found.run, found.places, found.reason) == (direct.run, direct.places, direct.reason)
             assert (found.lease_ms, bool(found.lease)) == (direct.lease_ms, bool(direct.lease))
         other.cancel()
-        policy = setting.core.pool._policy(4096)
+        policy = setting.core.pool.dram._policy(4096, 0)
         assert list(policy.victims()) == list(keys)[27::-1], "tails go first"
         setting.core.check()
 

@@ -1,0 +1,38 @@
+"""Which chunks are worth a place on the SSD: all, or those that were used a second time. Pure.
+
+Writing everything down wears the disk for prompts that nobody sends again. `second_touch` writes a chunk when it was
+used again while it was in DRAM, or was stored again soon after it had to leave it: a ghost list remembers keys of those
+that left unsaved, as many as chunks fit into the tier.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from kvstore.errors import ConfigurationError
+from kvstore.node.chunks import Chunk
+
+ADMISSIONS: Final = ("always", "second_touch")
+GHOSTS: Final = 1 << 20
+
+
+class Admission:
+    """The rule of that name; raises ConfigurationError naming the known ones."""
+
+    def __init__(self, name: str = "always") -> None:
+        if name not in ADMISSIONS:
+            raise ConfigurationError(f"unknown ssd_admission {name!r}; known: {', '.join(ADMISSIONS)}")
+        self._always = name == "always"
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+
+    def wants(self, chunk: Chunk) -> bool:
+        """True if the chunk is to be saved now."""
+        return self._always or chunk.uses > 1 or chunk.key in self._ghosts
+
+    def left(self, chunk: Chunk) -> None:
+        """The chunk left DRAM without having been saved."""
+        if not self._always:
+            self._ghosts[chunk.key] = None
+            if len(self._ghosts) > GHOSTS:
+                self._ghosts.popitem(last=False)

@@ -56,7 +56,7 @@ class SimulatedTier:
         self._policy.touched(keys)
 
     def order(self, keys: Sequence[bytes]) -> None:
-        """One prefix was stored or promoted in part."""
+        """One prefix was stored in part."""
         self._policy.ordered(keys)
 
     def evict(self) -> list[bytes]:
@@ -145,7 +145,6 @@ class SimulatedNode:
         found = self._use(keys[:run])
         self._store(keys, run, block_tokens)
         self._dram.order(keys)
-        self._ssd.order(keys)
         self._make_room()
         self._clean()
         return Found(run, found)

@@ -48,6 +48,18 @@ def test_a_cleaner_that_writes_everything_loses_nothing() -> None:
     assert counts.evictions == counts.lost_blocks == 0
 
 
+def test_what_is_used_again_is_not_the_coldest_any_more() -> None:
+    rounds = [request(1), request(2), request(3), request(1), request(4), request(5), request(2)]
+    counts = simulate(rounds, capacity_blocks=4, ssd_blocks=8)
+    assert (counts.dram_hit_blocks, counts.ssd_hit_blocks) == (1, 1), "2 was written before 1, in time to be dropped"
+
+
+def test_a_use_counts_on_both_tiers() -> None:
+    rounds = [request(number) for number in (1, 2, 3, 4, 1, 5, 6, 1)]
+    counts = simulate(rounds, capacity_blocks=2, ssd_blocks=4, clean_share=1)
+    assert counts.ssd_hit_blocks == 2, "5 and 6 pushed 2 and 3 off the SSD, not 1"
+
+
 def test_second_touch_writes_what_is_used_again_or_came_back() -> None:
     once = simulate(ROUNDS[:3], capacity_blocks=4, ssd_blocks=8, admission="second_touch")
     assert once.ssd_blocks_written == 0

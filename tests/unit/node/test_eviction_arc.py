@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evicting import add, evict, touch
+from evicting import add, evict, key, touch
 
 from kvstore.node.eviction.arc import Arc
 
@@ -17,6 +17,20 @@ def full() -> Arc:
 
 def test_without_experience_keys_used_once_go_first() -> None:
     assert evict(full(), 7) == [5, 6, 7, 8, 9, 0, 1]
+
+
+def test_the_longest_unused_of_the_again_list_goes_first() -> None:
+    policy = full()
+    touch(policy, 0, 1)
+    assert evict(policy, 7) == [5, 6, 7, 8, 9, 2, 3]
+
+
+def test_a_removal_that_nobody_named_leaves_no_ghost() -> None:
+    policy = full()
+    assert evict(policy) == [5]
+    policy.removed([key(9)])
+    add(policy, 9)
+    assert policy.target == 0
 
 
 def test_a_scan_does_not_touch_what_is_used_again() -> None:

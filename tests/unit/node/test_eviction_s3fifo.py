@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evicting import add, evict, touch
+from evicting import add, evict, key, touch
 
 from kvstore.node.eviction.s3fifo import S3Fifo
 
@@ -55,6 +55,23 @@ def test_a_removal_that_nobody_named_leaves_no_ghost() -> None:
     policy = full()
     list(policy.victims())
     add(policy, 500)
-    policy.removed([(500).to_bytes(16, "big")])
+    policy.removed([key(500)])
     add(policy, 500)
     assert evict(policy, len(policy))[-1] == 500
+
+
+def test_no_more_than_three_rounds_are_saved_up() -> None:
+    policy = full(*range(90))
+    assert evict(policy) == [0]
+    for _ in range(3):
+        touch(policy, *range(1, 90))
+    touch(policy, *[1] * 7)
+    assert evict(policy, 2) == [90, 1], "1 is not worth more than 2 to 89, and the oldest of them"
+
+
+def test_a_prompt_that_grows_leaves_what_it_used_in_its_place() -> None:
+    policy = full()
+    touch(policy, 0)
+    add(policy, 200)
+    policy.ordered([key(0), key(200)])
+    assert evict(policy) == [0]

@@ -111,8 +111,6 @@ class NodeCore:
         """Slots that the node itself fills just now, with what comes back from the SSD."""
         self.on_commit: Callable[[], None] = lambda: None
         self.on_event: Callable[[], None] = lambda: None
-        self.draining = False
-        """New chunks are refused: the node is being emptied."""
         self._session_limit_bytes = int(allocator.arena_bytes * settings.session_share)
         self._clock = clock
         self._random = seed
@@ -122,6 +120,15 @@ class NodeCore:
         self._overflowed = False
         self._geometries: dict[tuple[bytes, Geometry], int] = {}
         """(namespace id, geometry) -> number of the newest event when it became known; these numbers only grow."""
+
+    @property
+    def draining(self) -> bool:
+        """New chunks are refused: the node is being emptied."""
+        return self.reservations.draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self.reservations.draining = value
 
     # --- sessions ----------------------------------------------------------------------------------------
 
@@ -221,7 +228,6 @@ class NodeCore:
         names = set(keys)
         if len(names) != len(keys) or keys.parent in names or keys.namespace_id in names:
             raise InvalidRequest("a chain names each chunk once, and never itself as its parent")
-        self.reservations.draining = self.draining
         answer, _ = self.reservations.reserve(owner.writer, space, keys, shard, ticket_id, self._clock(), life_s)
         for outcome, count in Counter(answer.outcomes).items():
             self.pool.counts[f"reserve_{outcome.name.lower()}"] += count

@@ -88,6 +88,7 @@ class Reservations:
         self._pool = pool
         self._next = first_attempt
         self.draining = False
+        """Nothing new is granted."""
         self.attempts: dict[int, Attempt] = {}
 
     # --- reserve -----------------------------------------------------------------------------------------
@@ -108,9 +109,6 @@ class Reservations:
         if len(writer.attempts) >= ATTEMPTS_PER_SESSION:
             kept = (Outcome.PRESENT, Outcome.REFUSED_COLLISION)
             outcomes = [outcome if outcome in kept else Outcome.REFUSED_SESSION_LIMIT for outcome in outcomes]
-        if self.draining:
-            refused = (Outcome.GRANTED, Outcome.IN_PROGRESS)
-            outcomes = [Outcome.REFUSED_DRAINING if outcome in refused else outcome for outcome in outcomes]
         attempt.waiting = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.IN_PROGRESS]
         self._grant(attempt, [i for i, outcome in enumerate(outcomes) if outcome is Outcome.GRANTED], outcomes, now_s)
         self._refuse_children(attempt, outcomes)
@@ -147,6 +145,10 @@ class Reservations:
 
     def _grant(self, attempt: Attempt, wanted: list[int], outcomes: list[Outcome], now_s: float) -> None:
         """Slots and catalog entries for the places `wanted`; the others' outcomes say why not."""
+        if self.draining:
+            for index in wanted:
+                outcomes[index] = Outcome.REFUSED_DRAINING
+            return
         writer, pool, size = attempt.writer, self._pool, attempt.space.kinds[attempt.shard].slot_bytes
         affordable = max(0, (writer.limit_bytes - writer.held_bytes) // size)
         for index in wanted[affordable:]:

@@ -43,7 +43,7 @@ class FakeMover:
         source: NodeInfo,
         deadline_s: float,
     ) -> Replicated:
-        self.asked.append((space, list(geometries), list(keys), source.node_id, 0 < deadline_s <= 5))
+        self.asked.append((space, list(geometries), list(keys), source.node_id, 0 < deadline_s < 6))
         return Replicated(2, 1, 8192, "absent")
 
     async def drain(self, targets: Sequence[NodeInfo]) -> AsyncIterator[Drained]:

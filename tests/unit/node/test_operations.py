@@ -353,6 +353,19 @@ def test_a_draining_node_takes_nothing_new(setting: Setting) -> None:
     assert setting.store(1, 4)
 
 
+def test_a_key_that_comes_free_while_the_node_drains_is_not_granted(setting: Setting) -> None:
+    keys = keys_of(SPACE, 1, 1)
+    first = setting.node.reserve(setting.session, keys)
+    second = setting.node.reserve(setting.node.open(SPACE), keys)
+    assert second.outcomes == [Outcome.IN_PROGRESS]
+    setting.core.draining = True
+    setting.core.abort(setting.session.number, first.attempt)
+    waiter = setting.core.reservations.attempts[second.attempt].writer.session
+    answer = setting.core.commit(waiter, second.attempt, [], [], True)
+    setting.core.check()
+    assert [outcome for _, outcome, _ in answer.waiting] == [Outcome.REFUSED_DRAINING]
+
+
 def test_c08_free_and_largest_free_are_told_apart() -> None:
     """An arena full of small slots, half of them freed: much is free, and yet a large slot has no room."""
     setting = Setting(slots=256)

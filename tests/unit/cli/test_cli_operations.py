@@ -273,6 +273,18 @@ def test_remove_on_all_nodes_goes_on_after_a_failure(setting: Setting) -> None:
     assert "knows no nodes" in error
 
 
+def test_a_node_that_knows_nothing_of_it_is_no_failure_as_long_as_another_one_does(setting: Setting) -> None:
+    (setting.folder / "other").mkdir()
+    other = NodeThread(setting.folder / "other", dram_bytes=1 << 20, node_id="other")
+    setting.store(setting.plain, 1, 2)
+    with metadata_service({"other": other.info.control_address, "cli-node": setting.address}) as metadata:
+        arguments = ["remove", "--yes", "--all", "--metadata", metadata]
+        assert setting.console.json(*arguments, "--namespace", "r1")["removed_chunks"] == {"cli-node": 2}
+        error = setting.console.refused(1, *arguments, "--namespace", "llama")
+    other.stop()
+    assert "cli-node has no namespace 'llama'" in error and "other has no namespace 'llama'" in error
+
+
 # --- check ---------------------------------------------------------------------------------------------------
 
 

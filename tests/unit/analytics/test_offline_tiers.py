@@ -56,7 +56,7 @@ def test_what_is_used_again_is_not_the_coldest_any_more() -> None:
 
 def test_a_use_counts_on_both_tiers() -> None:
     rounds = [request(number) for number in (1, 2, 3, 4, 1, 5, 6, 1)]
-    counts = simulate(rounds, capacity_blocks=2, ssd_blocks=4, clean_share=1)
+    counts = simulate(rounds, capacity_blocks=2, ssd_blocks=4)
     assert counts.ssd_hit_blocks == 2, "5 and 6 pushed 2 and 3 off the SSD, not 1"
 
 

@@ -71,6 +71,15 @@ class Node(Server):
             *more,
         )
 
+    def statistics(self) -> dict[str, Any]:
+        """The node's figures."""
+        api = RemoteNode(self.control_address, name="bench")
+        try:
+            figures: dict[str, Any] = json.loads(api.stats(5.0))
+            return figures
+        finally:
+            api.close()
+
     def wait_populated(self, deadline_s: float = 60.0) -> None:
         """Until the whole arena is touched."""
         api = RemoteNode(self.control_address, name="bench")

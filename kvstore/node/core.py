@@ -548,6 +548,8 @@ class NodeCore:
             "draining": int(self.draining),
             "catalog_entries": pool.catalog.claimed_count,
             "events_waiting": len(self._events),
+            "unsaved_chunks": len(pool.unsaved),
+            "to_save_chunks": len(pool.to_save),
             "evictions": pool.counts["removed_evicted"],
             **dict(sorted(pool.counts.items())),
         }

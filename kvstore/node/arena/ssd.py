@@ -152,6 +152,15 @@ class SsdArena:
         assert self.slots_start <= offset and offset + len(data) <= self.size_bytes
         self._file.write(offset, data)
 
+    def read_all(self, offset: int, into: Sequence[Buffer]) -> None:
+        """As `read`, into several pieces that lie side by side in the file; at most 1,024 of them."""
+        self._file.read_all(offset, into)
+
+    def write_all(self, offset: int, data: Sequence[Buffer]) -> None:
+        """As `write`, from several pieces that come to lie side by side; at most 1,024 of them."""
+        assert self.slots_start <= offset and offset + sum(map(len, data)) <= self.size_bytes
+        self._file.write_all(offset, data)
+
     def sync(self) -> None:
         """What was written before this call survives a loss of power."""
         self._file.sync()

@@ -1,0 +1,316 @@
+"""What is in DRAM and goes to the SSD: the cleaner, persist, and removal that a restart does not undo.
+
+    save       headers of given-up slots zeroed -> payload and table -> header -> pool.save
+    remove     pool forgets at once -> headers zeroed, fdatasync -> the slots may be used again
+
+The cleaner saves whatever waits for it, coldest first, and never for want of room: a threshold would have to know which
+chunks go next, which differs from policy to policy (kept at "a quarter is free or saved", hot chunks that had come back
+from the SSD filled the quarter and cold ones were lost). One batch is written at a time. While it is, its chunks are
+held in DRAM and their parents are kept on the SSD; a chunk that somebody removes meanwhile is noticed afterwards: its
+slot counts as removed.
+
+A full disk is no failure: slots that were never written are left alone for a while and others are reused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvstore.errors import CapacityExhausted, KvStoreError, LimitExceeded
+from kvstore.model.prefix import Keys
+from kvstore.node.arena.ssd_format import ExtentPlace, SlotHeader, StoredNamespace
+from kvstore.node.chunks import Chunk, KnownNamespace
+from kvstore.node.core import NodeCore
+from kvstore.node.disk import Disk, Move
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+BATCH_CHUNKS = 256
+BATCH_BYTES = 64 << 20
+"""A batch has at most so many chunks and bytes, but at least one chunk."""
+STEP_CHUNKS = 16
+"""Chunks that one turn of the event loop begins or ends: a fraction of a millisecond."""
+IDLE_S = 0.05
+FULL_PAUSE_S = 30.0
+"""After the disk was full, time until slots that were never written are tried again."""
+
+
+class Saver:
+    """Used on the node's event loop. `fail` takes the tier out of service; `has_failed` tells whether it is."""
+
+    def __init__(
+        self, core: NodeCore, disk: Disk, fail: Callable[[KvStoreError], None], has_failed: Callable[[], bool]
+    ) -> None:
+        assert core.pool.ssd is not None
+        self._core = core
+        self._pool = core.pool
+        self._tier = core.pool.ssd
+        self._allocator = core.pool.ssd.allocator
+        self._disk = disk
+        self._fail = fail
+        self._has_failed = has_failed
+        self.lock = asyncio.Lock()
+        """Held while a batch is written or headers are zeroed."""
+        self._work = asyncio.Event()
+        self._described: object = None
+        """What the superblock says, to see whether it has to be written again."""
+        self._spaces: dict[bytes, KnownNamespace] = {}
+        """Namespaces in the superblock, in the order of their numbers there."""
+        self._formatted: set[ExtentPlace] = set()
+        self._moving: set[int] = set()
+        self._unbacked: list[int] = []
+        self._full_until_s = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def take_up(self, spaces: Sequence[KnownNamespace]) -> None:
+        """What the file describes already: its namespaces, in their order; and the extents that are in use."""
+        self._spaces = {space.id: space for space in spaces}
+        self._formatted = {ExtentPlace(*extent) for extent in self._allocator.extents()}
+
+    def wake(self) -> None:
+        """Something was committed or removed."""
+        if self._pool.to_save or self._pool.removed_slots:
+            self._work.set()
+
+    async def clean(self) -> None:
+        """Save what waits, without end."""
+        while not self._has_failed():
+            self._work.clear()
+            if self._pool.removed_slots:
+                await self.forget_removed()
+            self._try_fresh_slots()
+            if not self._pool.to_save or not await self.save_coldest():
+                try:
+                    await asyncio.wait_for(self._work.wait(), IDLE_S)
+                except TimeoutError:
+                    continue
+
+    async def save_coldest(self) -> bool:
+        """One batch of what waits; True if something of it reached the SSD."""
+        return await self._save(self._cut(self._pool.coldest_to_save(BATCH_CHUNKS)))
+
+    async def persist(self, keys: Keys, ends_s: float) -> tuple[int, str]:
+        """Save the leading chunks of these keys now, until the time is up. (Chunks that are saved, why not more)."""
+        chunks: list[Chunk] = []
+        for key in keys:
+            chunk = self._pool.forest.get(key)
+            if chunk is None or not chunk.is_committed:
+                break
+            chunks.append(chunk)
+        reason = "" if len(chunks) == len(keys) else "absent"
+        while not self._has_failed() and (left := [chunk for chunk in chunks if chunk in self._pool.unsaved]):
+            if time.monotonic() >= ends_s:
+                reason = "deadline"
+                break
+            if not await self._save(self._cut(left)) and not all(chunk.is_saved for chunk in left):
+                reason = "ssd_full"
+                break
+        if not self._has_failed():
+            await self._disk.run(self._disk.arena.sync)
+        run = 0
+        while run < len(chunks) and chunks[run].ssd and chunks[run].is_saved and not self._has_failed():
+            run += 1
+        return run, ("ssd_error" if self._has_failed() else reason) if run < len(keys) else ""
+
+    async def forget_removed(self) -> None:
+        """Zero the headers of what was removed and wait for the disk: a restart does not find it any more."""
+        if not self._has_failed():
+            await self._whole(self._forget_removed())
+
+    async def _forget_removed(self) -> None:
+        async with self.lock:
+            slots, self._pool.removed_slots = self._pool.removed_slots, []
+            stale = [*slots, *self._stale([])]
+            if not stale:
+                return
+            try:
+                await self._disk.run(self._disk.arena.write_headers, [(slot, None) for slot in stale])
+                await self._disk.run(self._disk.arena.sync)
+            except KvStoreError as exc:
+                self._pool.removed_slots += slots
+                self._fail(exc)
+                return
+            for slot in slots:
+                self._allocator.release(slot)
+
+    # --- one batch ---------------------------------------------------------------------------------------
+
+    def _cut(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """What fits into one batch, each chunk behind its ancestors."""
+        batch: dict[Chunk, None] = {}
+        size = 0
+        for chunk in chunks:
+            chain = [] if chunk in batch else [chunk]
+            above = chunk.parent
+            while above is not None and not above.ssd and above not in batch:
+                chain.append(above)
+                above = above.parent
+            if not chain or chain[-1].is_orphan:
+                continue
+            size += sum(copy.size_bytes for each in chain for copy in each.copies.values())
+            if batch and (size > BATCH_BYTES or len(batch) + len(chain) > BATCH_CHUNKS):
+                break
+            batch.update(dict.fromkeys(reversed(chain)))
+        return list(batch)
+
+    async def _save(self, chunks: Sequence[Chunk]) -> bool:
+        """Save these chunks, ancestors first. True if at least one shard reached the SSD."""
+        return await self._whole(self._save_now(chunks))
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """To the end, also when the caller is cancelled: threads are writing, and the books must say where."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _save_now(self, chunks: Sequence[Chunk]) -> bool:
+        async with self.lock:
+            moves = await self._begin(chunks)
+            if moves:
+                await self._write(moves)
+            return await self._end(moves) > 0
+
+    async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
+        """Take slots, first to last, as long as there is room."""
+        moves: list[Move] = []
+        for number, chunk in enumerate(chunks, 1):
+            if not number % STEP_CHUNKS:
+                await asyncio.sleep(0)
+            if self._pool.forest.get(chunk.key) is not chunk or chunk.is_orphan:
+                continue
+            self._tier.kept.update({chunk} if chunk.parent is None else {chunk, chunk.parent})
+            for shard, copy in chunk.copies.items():
+                if shard in chunk.ssd:
+                    continue
+                slots = self._tier.take(copy.size_bytes, 1, chunk.space.group)
+                if not slots:
+                    self._pool.counts["ssd_no_room"] += 1
+                    return moves
+                generation = self._pool.catalog.next_generation()
+                self._moving.add(slots[0])
+                self._core.holds.keep(chunk)
+                moves.append(Move(chunk, shard, copy.slot, slots[0], copy.size_bytes, copy.table_hash, generation))
+        return moves
+
+    async def _write(self, moves: list[Move]) -> None:
+        """Headers of what was there before, payloads, headers; an error is noted in the moves that it stopped."""
+        arena = self._disk.arena
+        try:
+            await self._describe(moves)
+            await self._disk.run(arena.write_headers, [(slot, None) for slot in self._stale(moves)])
+            await self._disk.write(moves)
+            headers = [
+                (each.ssd_slot, self._header(each)) for each in moves if each.error is None and self._stands(each)
+            ]
+            await self._disk.run(arena.write_headers, headers)
+        except KvStoreError as exc:
+            for move in moves:
+                move.error = move.error or exc
+
+    def _stale(self, moves: Sequence[Move]) -> list[int]:
+        """Slots whose headers tell of what is not there any more: of these moves, and of all that was given up."""
+        places = {move.ssd_slot for move in moves}
+        slots = [slot for slot in self._pool.stale_slots if slot not in places and self._disk.arena.has_slot(slot)]
+        self._pool.stale_slots.clear()
+        return [*places, *slots]
+
+    def _stands(self, move: Move) -> bool:
+        """The chunk is still that one, still in that slot."""
+        copy = move.chunk.copies.get(move.shard)
+        return self._pool.forest.get(move.chunk.key) is move.chunk and copy is not None and copy.slot == move.slot
+
+    def _header(self, move: Move) -> SlotHeader:
+        chunk = move.chunk
+        return SlotHeader(
+            key=chunk.key,
+            parent_key=chunk.parent_key,
+            namespace_number=list(self._spaces).index(chunk.space.id) + 1,
+            shard=move.shard,
+            slot=move.ssd_slot,
+            payload_bytes=chunk.space.kinds[move.shard].payload_bytes,
+            token_count=chunk.token_count,
+            fingerprint=chunk.fingerprint or 0,
+            parent_fingerprint=chunk.parent_fingerprint or 0,
+            table_hash=move.table_hash,
+            generation=move.generation,
+            epoch=self._core.info.epoch,
+        )
+
+    async def _end(self, moves: Sequence[Move]) -> int:
+        """Tell the pool what has arrived. Returns how many shards."""
+        saved, pool = 0, self._pool
+        for number, move in enumerate(moves, 1):
+            if not number % STEP_CHUNKS:
+                await asyncio.sleep(0)
+            chunk, error = move.chunk, move.error
+            self._core.holds.let(chunk)
+            with_parent = chunk.parent is None or bool(chunk.parent.ssd)
+            if error is None and self._stands(move) and with_parent and not chunk.is_orphan:
+                pool.save(chunk, move.shard, move.ssd_slot, move.generation, move.table_hash)
+                pool.counts["ssd_write_bytes"] += move.size_bytes
+                saved += 1
+            elif isinstance(error, CapacityExhausted):
+                self._unbacked.append(move.ssd_slot)
+            else:
+                pool.removed_slots.append(move.ssd_slot)  # its header may be there
+                if isinstance(error, LimitExceeded):
+                    pool.to_save.pop(chunk, None)
+            self._moving.remove(move.ssd_slot)
+        self._tier.kept.clear()
+        for error in {type(move.error): move.error for move in moves if move.error is not None}.values():
+            self._after(error)
+        return saved
+
+    def _after(self, error: KvStoreError) -> None:
+        if isinstance(error, CapacityExhausted):
+            if not self._allocator.only_used_before:
+                logger.warning("%s; the node goes on with the slots that it has there", error)
+            self._allocator.only_used_before = True
+            self._full_until_s = time.monotonic() + FULL_PAUSE_S
+            self._pool.counts["ssd_disk_full"] += 1
+        elif isinstance(error, LimitExceeded):
+            logger.warning("not saved: %s", error)
+        else:
+            self._fail(error)
+
+    def _try_fresh_slots(self) -> None:
+        if self._allocator.only_used_before and time.monotonic() >= self._full_until_s:
+            self._allocator.only_used_before = False
+            for slot in self._unbacked:
+                self._allocator.release(slot)
+            self._unbacked = []
+
+    async def _describe(self, moves: Sequence[Move]) -> None:
+        """The superblock knows the namespaces and extents of these moves, durably, before anything refers to them."""
+        for move in moves:
+            self._spaces.setdefault(move.chunk.space.id, move.chunk.space)
+        stored = tuple(_stored(space) for space in self._spaces.values())
+        if (self._allocator.cuts, stored) == self._described:
+            return
+        cuts = self._allocator.cuts
+        extents = [ExtentPlace(*extent) for extent in self._allocator.extents()]
+        for extent in [each for each in extents if each not in self._formatted]:
+            await self._disk.run(self._disk.arena.format_extent, extent)
+        await self._disk.run(self._disk.arena.write_superblock, stored, extents)
+        self._formatted = set(extents)
+        self._described = (cuts, stored)
+
+    def check(self) -> None:
+        """Every SSD slot in use belongs to a chunk, is being written, was removed, or has no room on the disk."""
+        owned = [copy.slot for chunk in self._pool.forest.chunks.values() for copy in chunk.ssd.values()]
+        slots = [*owned, *self._moving, *self._pool.removed_slots, *self._unbacked]
+        assert len(slots) == len(set(slots)), "an SSD slot is used twice"
+        if not self.lock.locked():
+            assert set(slots) == self._allocator.used_slots(), "an SSD slot is used by nobody, or by two"
+
+
+def _stored(space: KnownNamespace) -> StoredNamespace:
+    geometries = tuple(
+        (geometry, tuple(sorted(space.written_here[digest]))) for digest, geometry in space.geometries.items()
+    )
+    return StoredNamespace(space.namespace.canonical, geometries)

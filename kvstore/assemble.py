@@ -309,7 +309,7 @@ class EmbeddedHost:
         with self._lock:
             self.core.tick()
             yield
-            self.core.forget_events()
+            self.core.news.forget()
 
 
 __all__ = ["EmbeddedHost", "open_local", "run_metadata", "run_node", "run_router", "run_up"]

@@ -194,6 +194,16 @@ class CatalogWriter:
         self.claimed_count += 1
         return entry
 
+    def neighbours(self, key: bytes, shard: int) -> list[bytes]:
+        """Keys of the visible entries in the two buckets of (key, shard): one of them must go to make room."""
+        keys = []
+        for bucket in set(_buckets(key, shard, self.shape.buckets - 1)):
+            for entry in range(bucket * BUCKET_ENTRIES, (bucket + 1) * BUCKET_ENTRIES):
+                if self._tags[entry]:
+                    at = self._entries_word + entry * ENTRY_WORDS
+                    keys.append(self._words[at : at + 2].tobytes())
+        return keys
+
     def claim_again(self, entry: int, key: bytes, shard: int) -> bool:
         """Keep the entry in which an earlier worker left (key, shard). False if a look-up would not find it there."""
         if entry // BUCKET_ENTRIES not in _buckets(key, shard, self.shape.buckets - 1) or self._claimed[entry]:

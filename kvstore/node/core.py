@@ -1,21 +1,20 @@
 """All decisions of a node in one synchronous object with one owner. No I/O, no clock of its own.
 
 `NodeCore` joins the pool, the reservations and the holds under the verbs of `NodeApi`, adds sessions (who is
-asking, when do they end) and the numbered event list for the index. `server.py` and `assemble.open_local` put a
+asking, when do they end). `server.py` and `assemble.open_local` put a
 world around it: event loop and sockets, or a lock.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
 from typing import Final
 
 from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch, LimitExceeded, NotFound, SessionLost
-from kvstore.metadata import Batch, EventKind, IndexEvent
+from kvstore.metadata import EventKind
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -34,6 +33,7 @@ from kvstore.node.admission import Admission
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.holds import Holds
+from kvstore.node.news import News
 from kvstore.node.pool import Pool
 from kvstore.node.quotas import Quota, Quotas
 from kvstore.node.reservations import Attempt, Reservations, Writer
@@ -43,16 +43,6 @@ NOTHING_STAGED: Final = range(0)
 SESSIONS_LIMIT = 4096
 REMOTE_IDLE_S = 120.0
 """A session without a socket ends when no call named it for this long."""
-EVENTS_LIMIT = 200_000
-"""Index events kept for the publisher; beyond that it must send a snapshot."""
-SNAPSHOT_STEP_CHUNKS = 1000
-"""Chunks of a snapshot that are looked at in one turn of the loop: about 2 ms."""
-
-
-_Steps = Generator[None, None, list[Batch]]
-
-_Event = tuple[EventKind, bytes, bytes, bytes, int, Tier]
-"""An IndexEvent as a tuple: one is made for every commit and eviction."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,12 +86,13 @@ class NodeCore:
             catalog,
             allocator,
             clock=clock,
-            publish=self._publish,
+            publish=self._tell,
             eviction=settings.eviction,
             room_chunks=settings.room_chunks,
             ssd_allocator=ssd_allocator,
             admission=Admission(settings.ssd_admission),
         )
+        self.news = News(lambda: self.info, self.pool.forest)
         self.quotas = Quotas(settings.quotas, self.pool.tiers)
         seed = random.SystemRandom()
         self.reservations = Reservations(self.pool, seed.getrandbits(47) << 16 | 1)
@@ -110,16 +101,9 @@ class NodeCore:
         self.own_slots: set[int] = set()
         """Slots that the node itself fills just now, with what comes back from the SSD."""
         self.on_commit: Callable[[], None] = lambda: None
-        self.on_event: Callable[[], None] = lambda: None
         self._session_limit_bytes = int(allocator.arena_bytes * settings.session_share)
         self._clock = clock
         self._random = seed
-        self._events: deque[_Event] = deque()
-        self._news = False
-        self._first_sequence = 1
-        self._overflowed = False
-        self._geometries: dict[tuple[bytes, Geometry], int] = {}
-        """(namespace id, geometry) -> number of the newest event when it became known; these numbers only grow."""
 
     @property
     def draining(self) -> bool:
@@ -213,7 +197,7 @@ class NodeCore:
         space = self.pool.register(namespace, geometry, written_here)
         space.group = self.quotas.group_of(namespace)
         if geometry is not None:
-            self._geometries.setdefault((namespace.id, geometry), self.last_sequence)
+            self.news.know(namespace.id, geometry)
         return space
 
     def reserve(self, session: int, keys: Keys, shard: int, ticket_id: bytes) -> ReserveAnswer:
@@ -403,100 +387,13 @@ class NodeCore:
         self.session(session)
         self.pool.order(list(keys), self.pool.spaces[keys.namespace_id])
 
-    # --- index events ------------------------------------------------------------------------------------
-
-    def take_batch(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> list[Batch]:
-        """All steps of `batch_steps` in one go."""
-        steps = self.batch_steps(acknowledged, limit, resync=resync, lease_ms=lease_ms)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                batches: list[Batch] = end.value
-                return batches
-
-    def batch_steps(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> _Steps:
-        """What to publish next: events after `acknowledged`, or with `resync` (or after an overflow) a snapshot.
-
-        A generator that returns it; other calls of the core may come between its steps, but no second one of this.
-        Sequence numbers go on through a snapshot, so that a lost answer is only a repeat. A geometry is sent with
-        every snapshot, and otherwise until an event that came after it is acknowledged.
-        """
-        self._news = False
-        if resync or self._overflowed or acknowledged + 1 < self._first_sequence:
-            return (yield from self._snapshot_steps(limit, lease_ms))
-        while self._events and self._first_sequence <= acknowledged:
-            self._events.popleft()
-            self._first_sequence += 1
-        events = [IndexEvent(*event) for event in islice(self._events, limit)]
-        new = takewhile(lambda known: known[1] >= acknowledged, reversed(self._geometries.items()))
-        return [Batch(self.info, self._first_sequence, events, [pair for pair, _ in new], lease_ms=lease_ms)]
-
-    def forget_events(self) -> None:
-        """Drop events that nobody will publish (a pool without an index)."""
-        self._first_sequence += len(self._events)
-        self._events.clear()
-
-    def publish_anew(self) -> None:
-        """What is here came without events (a restart): the next batch is a snapshot."""
-        self.forget_events()
-        self._overflowed = True
-
     def settle(self) -> None:
         """What an earlier start left is taken up: order it, and tell the index of it."""
         self.pool.settle()
-        self.publish_anew()
+        self.news.start_anew()
 
-    @property
-    def last_sequence(self) -> int:
-        """Number of the newest event."""
-        return self._first_sequence + len(self._events) - 1
-
-    def _snapshot_steps(self, limit: int, lease_ms: int) -> _Steps:
-        """Everything that the index may know, under fresh sequence numbers; parents mostly before children.
-
-        Events that happen between the steps are numbered behind the snapshot, whether it saw their effect or not.
-        The index does not mind: a PUBLISH of what it has sets the same again, a WITHDRAW of what it has not does
-        nothing, and a shard without such an event did not change. So it is right after the last of them.
-        """
-        first = self.last_sequence + 1
-        self._first_sequence = first
-        self._events.clear()
-        self._overflowed = False
-        done = False
-        try:
-            events: list[IndexEvent] = []
-            for number, chunk in enumerate(list(self.pool.forest.chunks.values()), 1):
-                if chunk.published:
-                    for shard in chunk.shards:
-                        tier = Tier.DRAM if shard in chunk.copies else Tier.SSD
-                        events.append(
-                            IndexEvent(EventKind.PUBLISH, chunk.space.id, chunk.key, chunk.parent_key, shard, tier)
-                        )
-                if not number % SNAPSHOT_STEP_CHUNKS:
-                    yield
-            done = True
-        finally:
-            if not done:  # given up: the events from before are gone, so it has to be another snapshot
-                self._overflowed = True
-        self._first_sequence += len(events)  # an overflow meanwhile has moved it on, and leaves a gap
-        batches = [
-            Batch(self.info, first + start, events[start : start + limit], lease_ms=lease_ms)
-            for start in range(0, max(len(events), 1), limit)
-        ]
-        # Geometries that became known meanwhile are among them: nobody else gets a turn from here on.
-        batches[0] = replace(batches[0], geometries=list(self._geometries), snapshot_begin=True)
-        return batches
-
-    def _publish(self, kind: EventKind, chunk: Chunk, shard: int, tier: Tier) -> None:
-        if len(self._events) >= EVENTS_LIMIT:
-            self._first_sequence += len(self._events)
-            self._events.clear()
-            self._overflowed = True
-        self._events.append((kind, chunk.space.id, chunk.key, chunk.parent_key, shard, tier))
-        if not self._news:  # once until the next look, not once an event
-            self._news = True
-            self.on_event()
+    def _tell(self, kind: EventKind, chunk: Chunk, shard: int, tier: Tier) -> None:
+        self.news.add(kind, chunk, shard, tier)
 
     # --- small parts -------------------------------------------------------------------------------------
 
@@ -547,7 +444,7 @@ class NodeCore:
             "pinned_bytes": self.holds.pinned_bytes,
             "draining": int(self.draining),
             "catalog_entries": pool.catalog.claimed_count,
-            "events_waiting": len(self._events),
+            "events_waiting": len(self.news),
             "unsaved_chunks": len(pool.unsaved),
             "to_save_chunks": len(pool.to_save),
             "evictions": pool.counts["removed_evicted"],

@@ -134,6 +134,19 @@ class Pool:
         """Up to `count` slots of class `size` for a writer, evicting what must go. Fewer if nothing more may go."""
         return self.dram.take(size, count, space.group, self.read_back_bytes(size))
 
+    def claim(self, key: bytes, shard: int) -> int | None:
+        """An entry of the catalog, also where a chunk that may go has to make room for it. None if none may."""
+        entry = self.catalog.claim(key, shard)
+        if entry is not None:
+            return entry
+        others = [found for each in self.catalog.neighbours(key, shard) if (found := self.forest.get(each))]
+        for chunk in sorted(others, key=lambda chunk: chunk.used_s):
+            if chunk.first_child is None and not chunk.holds and not chunk.pending:
+                self.counts["evicted_for_an_entry"] += 1
+                self._evicted(chunk)
+                return self.catalog.claim(key, shard)
+        return None
+
     def read_back_bytes(self, size: int) -> int:
         """Bytes of the DRAM that writers of class `size` leave free for what comes back from the SSD."""
         if self.ssd is None:

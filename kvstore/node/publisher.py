@@ -49,7 +49,7 @@ class Publisher:
         self.published_batches = 0
         self.failed_batches = 0
         self._thread = threading.Thread(target=self._run, name="kvstore-publisher", daemon=True)
-        core.on_event = self._news.set
+        core.news.on_event = self._news.set
 
     def start(self) -> None:
         """Begin to publish."""
@@ -134,7 +134,7 @@ class Publisher:
     async def _batches(self) -> list[Batch]:
         self._begun = True
         self.loop_lag_ms = (time.monotonic() - self._asked_at_s) * 1000
-        steps = self._core.batch_steps(self._acknowledged, BATCH_EVENTS, resync=self._resync, lease_ms=LEASE_MS)
+        steps = self._core.news.batch_steps(self._acknowledged, BATCH_EVENTS, resync=self._resync, lease_ms=LEASE_MS)
         with contextlib.closing(steps):
             while True:
                 try:

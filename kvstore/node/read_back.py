@@ -25,6 +25,8 @@ from kvstore.node.pool import SlotState
 
 logger = logging.getLogger(__name__)
 ROOM_POLL_S = 0.01
+WINDOW_BYTES = 64 << 20
+"""One call brings at most so much, so that a reader copies while the next part is on its way."""
 WARM_CHUNKS = 64
 """Chunks of a promotion that are under way at a time."""
 
@@ -48,11 +50,15 @@ class ReadBack:
         """A slot may have come free."""
         self._room.set()
 
-    async def stage(self, keys: Keys, rectangle: Rectangle, first: int, ends_s: float) -> tuple[int, MissReason | None]:
-        """Bring chunks from place `first` on into DRAM, as many as one call may (`read_back_bytes`), within the time.
+    async def stage(
+        self, keys: Keys, rectangle: Rectangle, first: int, ends_s: float, *, ahead: bool = False
+    ) -> tuple[int, MissReason | None]:
+        """Bring chunks from place `first` on into DRAM, as many as one call may, within the time.
 
-        Returns how many chunks came, and why the next did not; None also where the bound of one call was reached. What
-        came is in DRAM when this returns, and stays there until the caller gives the loop back.
+        That is `WINDOW_BYTES`, or what writers leave free (`Pool.read_back_bytes`) where that is less, at least one
+        chunk. `ahead`: before a reader asks for them, which is no use of them yet. Returns how many chunks came, and
+        why the next did not; None also where the bound of one call was reached. What came is in DRAM when this returns,
+        and stays there until the caller gives the loop back.
         """
         batch = _Batch(self, ends_s)
         if first and (before := self._pool.forest.get(keys[first - 1])):
@@ -67,11 +73,12 @@ class ReadBack:
                     break
                 wanted = [shard for shard in shards if shard not in chunk.copies]
                 size = sum(chunk.ssd[shard].size_bytes for shard in wanted)
-                budget = budget or max(size, self._pool.read_back_bytes(size))
+                budget = budget or max(size, min(WINDOW_BYTES, self._pool.read_back_bytes(size)))
                 if size > budget and chunks:
                     break
                 budget -= size
-                self._pool.touch([chunk.key])  # before it comes: coming is no further use
+                if not ahead:
+                    self._pool.touch([chunk.key])  # before it comes: coming is no further use
                 if not await batch.want(chunk, wanted):
                     reason = MissReason.TIER_FAILED if self._has_failed() else MissReason.STAGING_FULL
                     break
@@ -85,7 +92,7 @@ class ReadBack:
     async def stage_all(self, keys: Keys, rectangle: Rectangle, first: int, ends_s: float) -> None:
         """As `stage`, again and again, for a reader who is expected. Stops at the first chunk that does not come."""
         while first < len(keys) and time.monotonic() < ends_s:
-            staged, reason = await self.stage(keys, rectangle, first, ends_s)
+            staged, reason = await self.stage(keys, rectangle, first, ends_s, ahead=True)
             first += staged
             if reason is not None or not staged:
                 return

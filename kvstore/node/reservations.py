@@ -162,18 +162,18 @@ class Reservations:
         for chunk in kept:
             chunk.holds += 1
         slots = pool.take_slots(size, len(wanted), attempt.space)
-        for chunk in kept:
-            chunk.holds -= 1
         full = Outcome.REFUSED_QUOTA if pool.dram.is_at_bound(attempt.space.group, size) else Outcome.REFUSED_FULL
         for index in wanted[len(slots) :]:
             outcomes[index] = full
         for index, slot in zip(wanted, slots, strict=False):
-            entry = pool.catalog.claim(attempt.key_list[index], attempt.shard)
+            entry = pool.claim(attempt.key_list[index], attempt.shard)
             if entry is None:
                 outcomes[index] = Outcome.REFUSED_CATALOG_FULL
                 pool.allocator.release(slot)
             else:
                 attempt.grants[index] = self._take(attempt, index, slot, entry, size, now_s)
+        for chunk in kept:
+            chunk.holds -= 1
 
     def _take(self, attempt: Attempt, index: int, slot: int, entry: int, size: int, now_s: float) -> Grant:
         pool, prints = self._pool, attempt.prints

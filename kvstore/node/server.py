@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ CLIENT_NAME_LIMIT_BYTES = 128
 ANSWER_S = 0.05
 """Kept of a call's time for its answer, when it waits for a disk."""
 HINTS_LIMIT = 64
-"""Prefetches under way; a further hint is only answered."""
+"""Parts that are read ahead of their readers at a time; a further one is left to its reader."""
 HINT_S = 30.0
 
 _Aimed = node_pb2.AcquireRequest | node_pb2.GetRequest | node_pb2.PrefetchRequest
@@ -150,13 +150,24 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def _stage(
         self, tiers: TierStack, session: int, keys: Keys, rectangle: Rectangle, context: Any
     ) -> tuple[range, MissReason | None]:
-        """Bring what is next on the SSD into DRAM: (places of what came, why not more)."""
+        """Bring what is next on the SSD into DRAM: (places of what came, why not more). Then the next part follows."""
         run = await self._dram_run(session, keys, rectangle)
         if run is None:
             return NOTHING_STAGED, None
         ends_s = time.monotonic() + context.time_remaining() - ANSWER_S
         staged, reason = await tiers.stage(keys, rectangle, run, ends_s)
+        if staged and reason is None and run + staged < len(keys):
+            self._hint(tiers.stage(keys, rectangle, run + staged, ends_s, ahead=True))
         return range(run, run + staged), reason
+
+    def _hint(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do this after the answer; dropped where too much of that is under way."""
+        if len(self._hints) >= HINTS_LIMIT:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._hints.add(task)
+        task.add_done_callback(self._hints.discard)
 
     async def _dram_run(self, session: int, keys: Keys, rectangle: Rectangle) -> int | None:
         """Leading chunks in DRAM where the next one is on the SSD, else None."""
@@ -234,13 +245,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         present = self._core.present_run(request.session, keys, rectangle)
         run = await self._dram_run(request.session, keys, rectangle)
         in_dram = present if run is None else run
-        if run is not None and self._tiers is not None and len(self._hints) < HINTS_LIMIT:
-            ends_s = time.monotonic() + HINT_S
-            task = asyncio.get_running_loop().create_task(
-                self._tiers.stage_all(keys.slice(0, present), rectangle, run, ends_s)
-            )
-            self._hints.add(task)
-            task.add_done_callback(self._hints.discard)
+        if run is not None and self._tiers is not None:
+            self._hint(self._tiers.stage_all(keys.slice(0, present), rectangle, run, time.monotonic() + HINT_S))
         return node_pb2.PrefetchResponse(present_chunks=present, dram_chunks=in_dram)
 
     async def Persist(self, request: node_pb2.PersistRequest, context: Any) -> node_pb2.PersistResponse:

@@ -13,7 +13,7 @@ from kvstore.client import Cache, connect
 from kvstore.errors import Unreachable
 from kvstore.metadata import Applied, Batch
 from kvstore.metadata.embedded import EmbeddedIndex
-from kvstore.node import core as core_module
+from kvstore.node import news
 from kvstore.node import publisher as publisher_module
 from kvstore.node.core import NodeCore
 from kvstore.node.publisher import Publisher
@@ -88,7 +88,7 @@ def published(core: NodeCore) -> set[tuple[bytes, int]]:
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(core_module, "EVENTS_LIMIT", 50)
+    monkeypatch.setattr(news, "EVENTS_LIMIT", 50)
     monkeypatch.setattr(publisher_module, "HEARTBEAT_S", 0.05)
     watched = Watched(tmp_path)
     yield watched

@@ -294,7 +294,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule()
     def index_starts_empty(self) -> None:
         self.index, self.acknowledged = EmbeddedIndex(self.node.clock), 0
-        for batch in self.core.take_batch(0, 4, resync=True, lease_ms=600_000):
+        for batch in self.core.news.take_batch(0, 4, resync=True, lease_ms=600_000):
             self.acknowledged = self.index.publish(batch).sequence
 
     # --- the laws ----------------------------------------------------------------------------------------
@@ -341,8 +341,8 @@ class NodeMachine(RuleBasedStateMachine):
                     assert [self.node.tag(offset >> 12) for offset in offsets] == [self.stored[key][s] for s in shards]
 
     def the_index_knows_what_a_snapshot_would_say(self) -> None:
-        while self.acknowledged < self.core.last_sequence:
-            for batch in self.core.take_batch(self.acknowledged, 4, resync=False, lease_ms=600_000):
+        while self.acknowledged < self.core.news.last_sequence:
+            for batch in self.core.news.take_batch(self.acknowledged, 4, resync=False, lease_ms=600_000):
                 self.acknowledged = self.index.publish(batch).sequence
         told = {(event.key, event.shard) for batch in self.index.snapshot() for event in batch.events}
         published = {key for key in self.stored if self._published(key)}

@@ -13,7 +13,7 @@ from kvstore.metadata.embedded import EmbeddedIndex
 from kvstore.model.layout import Dtype, Geometry, PageLayout, Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
-from kvstore.node import LEASE_LIMIT_MS, TICKET_LIFETIME_MS, core
+from kvstore.node import LEASE_LIMIT_MS, TICKET_LIFETIME_MS, core, news
 from kvstore.node.core import REMOTE_IDLE_S
 from kvstore.node.memory import GEOMETRY_LIMIT, NAMESPACE_LIMIT
 from tests.unit.node.small_node import SMALL, SmallNode, keys_of, namespace
@@ -284,7 +284,7 @@ def test_unknown_shards_and_rectangles_are_refused(node: SmallNode) -> None:
 
 
 def follow(node: SmallNode, index: EmbeddedIndex, acknowledged: int, *, resync: bool = False) -> int:
-    for batch in node.core.take_batch(acknowledged, 3, resync=resync, lease_ms=60_000):
+    for batch in node.core.news.take_batch(acknowledged, 3, resync=resync, lease_ms=60_000):
         applied = index.publish(batch)
         acknowledged = applied.sequence
         assert not applied.resync
@@ -299,13 +299,13 @@ def known(index: EmbeddedIndex) -> set[tuple[bytes, int]]:
 def test_events_are_numbered_without_gaps_and_repeated_until_acknowledged(node: SmallNode) -> None:
     session = node.open(SPACE)
     node.store(session, KEYS)
-    (first,) = node.core.take_batch(0, 3, resync=False, lease_ms=1000)
-    (again,) = node.core.take_batch(0, 3, resync=False, lease_ms=1000)
+    (first,) = node.core.news.take_batch(0, 3, resync=False, lease_ms=1000)
+    (again,) = node.core.news.take_batch(0, 3, resync=False, lease_ms=1000)
     assert (first.first_sequence, len(first.events)) == (1, 3) and list(again.events) == list(first.events)
-    (rest,) = node.core.take_batch(3, 3, resync=False, lease_ms=1000)
+    (rest,) = node.core.news.take_batch(3, 3, resync=False, lease_ms=1000)
     assert (rest.first_sequence, [event.key for event in rest.events]) == (4, [KEYS[3]])
     node.core.remove(session.number, SPACE.id, [KEYS[0]])
-    (gone,) = node.core.take_batch(4, 9, resync=False, lease_ms=1000)
+    (gone,) = node.core.news.take_batch(4, 9, resync=False, lease_ms=1000)
     assert [event.kind for event in gone.events] == [EventKind.WITHDRAW] * 4
     assert [event.key for event in gone.events] == list(KEYS)[::-1], "children before parents"
 
@@ -316,7 +316,7 @@ def test_a_snapshot_says_the_same_as_the_events(node: SmallNode) -> None:
     acknowledged = 0
     for prompt in (1, 2, 3):
         node.store(session, keys_of(SPACE, prompt, 3))
-        while acknowledged < node.core.last_sequence:
+        while acknowledged < node.core.news.last_sequence:
             acknowledged = follow(node, followed, acknowledged)
     node.core.remove(session.number, SPACE.id, [keys_of(SPACE, 2, 3)[1]])
     follow(node, followed, acknowledged)
@@ -328,14 +328,14 @@ def test_a_snapshot_says_the_same_as_the_events(node: SmallNode) -> None:
 
 
 def test_too_many_events_end_in_a_snapshot(node: SmallNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "EVENTS_LIMIT", 5)
+    monkeypatch.setattr(news, "EVENTS_LIMIT", 5)
     session, index = node.open(SPACE), EmbeddedIndex(node.clock)
     for _ in range(3):
         node.store(session, KEYS)
         node.core.remove(session.number, SPACE.id, [KEYS[0]])
     node.store(session, KEYS)
     assert node.core.stats()["events_waiting"] <= 5
-    batches = node.core.take_batch(0, 3, resync=False, lease_ms=1000)
+    batches = node.core.news.take_batch(0, 3, resync=False, lease_ms=1000)
     assert batches[0].snapshot_begin
     for batch in batches:
         assert not index.publish(batch).resync
@@ -346,7 +346,7 @@ def test_an_index_that_lost_everything_asks_and_is_full_again(node: SmallNode) -
     session, index = node.open(SPACE), EmbeddedIndex(node.clock)
     node.store(session, KEYS)
     follow(node, index, 0)
-    (heartbeat,) = node.core.take_batch(node.core.last_sequence, 9, resync=False, lease_ms=1000)
+    (heartbeat,) = node.core.news.take_batch(node.core.news.last_sequence, 9, resync=False, lease_ms=1000)
     fresh = EmbeddedIndex(node.clock)
     assert fresh.publish(heartbeat).resync
     follow(node, fresh, 0, resync=True)
@@ -356,9 +356,9 @@ def test_an_index_that_lost_everything_asks_and_is_full_again(node: SmallNode) -
 def test_a_pool_without_an_index_keeps_no_events(node: SmallNode) -> None:
     session = node.open(SPACE)
     node.store(session, KEYS)
-    node.core.forget_events()
-    assert node.core.stats()["events_waiting"] == 0 and node.core.last_sequence == 4
-    batch: Batch = node.core.take_batch(0, 9, resync=False, lease_ms=1000)[0]
+    node.core.news.forget()
+    assert node.core.stats()["events_waiting"] == 0 and node.core.news.last_sequence == 4
+    batch: Batch = node.core.news.take_batch(0, 9, resync=False, lease_ms=1000)[0]
     assert batch.snapshot_begin and batch.first_sequence == 5
 
 
@@ -374,13 +374,13 @@ def advance(steps: Generator[None, None, list[Batch]]) -> list[Batch] | None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_happens_during_a_snapshot_is_told_behind_it(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 1)
+    monkeypatch.setattr(news, "SNAPSHOT_STEP_CHUNKS", 1)
     node, index, rng = SmallNode(slots=64), EmbeddedIndex(), random.Random(seed)
     session = node.open(SPACE)
     prompts = [keys_of(SPACE, number, 4) for number in range(6)]
     for keys in prompts:
         node.store(session, keys)
-    steps = node.core.batch_steps(0, 3, resync=True, lease_ms=60_000)
+    steps = node.core.news.batch_steps(0, 3, resync=True, lease_ms=60_000)
     turns = 0
     while (batches := advance(steps)) is None:
         turns += 1
@@ -394,7 +394,7 @@ def test_what_happens_during_a_snapshot_is_told_behind_it(monkeypatch: pytest.Mo
     for batch in batches:
         assert not index.publish(batch).resync
     acknowledged = index.nodes()[0].applied_sequence
-    while acknowledged < node.core.last_sequence:
+    while acknowledged < node.core.news.last_sequence:
         acknowledged = follow(node, index, acknowledged)
     forest = node.core.pool.forest.chunks.values()
     assert known(index) == {(chunk.key, shard) for chunk in forest if chunk.published for shard in chunk.copies}
@@ -404,11 +404,11 @@ def test_what_happens_during_a_snapshot_is_told_behind_it(monkeypatch: pytest.Mo
 def test_a_snapshot_that_came_to_nothing_is_followed_by_another(
     node: SmallNode, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 1)
-    monkeypatch.setattr(core, "EVENTS_LIMIT", 5)
+    monkeypatch.setattr(news, "SNAPSHOT_STEP_CHUNKS", 1)
+    monkeypatch.setattr(news, "EVENTS_LIMIT", 5)
     session, index = node.open(SPACE), EmbeddedIndex()
     node.store(session, KEYS)
-    steps = node.core.batch_steps(0, 3, resync=True, lease_ms=60_000)
+    steps = node.core.news.batch_steps(0, 3, resync=True, lease_ms=60_000)
     assert advance(steps) is None
     if end == "given up":
         steps.close()
@@ -419,7 +419,7 @@ def test_a_snapshot_that_came_to_nothing_is_followed_by_another(
             pass
         for batch in batches:
             index.publish(batch)
-    (first, *_) = batches = node.core.take_batch(node.core.last_sequence, 3, resync=False, lease_ms=60_000)
+    (first, *_) = batches = node.core.news.take_batch(node.core.news.last_sequence, 3, resync=False, lease_ms=60_000)
     assert first.snapshot_begin
     for batch in batches:
         assert not index.publish(batch).resync
@@ -428,7 +428,7 @@ def test_a_snapshot_that_came_to_nothing_is_followed_by_another(
 
 def test_geometries_go_with_snapshots_and_while_they_are_new(node: SmallNode) -> None:
     def sent(acknowledged: int, *, resync: bool = False) -> set[Geometry]:
-        batch = node.core.take_batch(acknowledged, 9, resync=resync, lease_ms=1000)[0]
+        batch = node.core.news.take_batch(acknowledged, 9, resync=resync, lease_ms=1000)[0]
         return {geometry for _, geometry in batch.geometries}
 
     whole = Geometry.whole(SMALL)
@@ -445,9 +445,9 @@ def test_geometries_go_with_snapshots_and_while_they_are_new(node: SmallNode) ->
 
 
 def test_a_geometry_that_comes_during_a_snapshot_goes_with_it(node: SmallNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 1)
+    monkeypatch.setattr(news, "SNAPSHOT_STEP_CHUNKS", 1)
     node.store(node.open(SPACE), KEYS)
-    steps = node.core.batch_steps(0, 3, resync=True, lease_ms=1000)
+    steps = node.core.news.batch_steps(0, 3, resync=True, lease_ms=1000)
     assert advance(steps) is None
     node.open(SPACE, HALVES)
     while (batches := advance(steps)) is None:

@@ -212,12 +212,12 @@ def test_the_index_hears_of_covered_chunks_with_a_known_parent_only() -> None:
     session = node.open(SPACE, HALVES)
     keys = keys_of(SPACE, 1, 2)
     node.store(session, keys, shard=HALVES.shard(0))
-    assert node.core.last_sequence == 0
+    assert node.core.news.last_sequence == 0
     tail = node.core.reserve(session.number, keys, HALVES.shard(1), b"")
     node.commit(session, tail.attempt, [1], last=False)
-    assert node.core.last_sequence == 0, "covered, but its parent is not known"
+    assert node.core.news.last_sequence == 0, "covered, but its parent is not known"
     node.commit(session, tail.attempt, [0])
-    (batch,) = node.core.take_batch(0, 99, resync=False, lease_ms=1000)
+    (batch,) = node.core.news.take_batch(0, 99, resync=False, lease_ms=1000)
     assert [(event.kind, event.key) for event in batch.events] == [
         (EventKind.PUBLISH, key) for key in (keys[0], keys[0], keys[1], keys[1])
     ]

@@ -15,7 +15,7 @@ import pytest
 from kvstore.errors import KvStoreError, LimitExceeded
 from kvstore.metadata import Applied, Batch
 from kvstore.metadata.embedded import EmbeddedIndex
-from kvstore.node import core, publisher
+from kvstore.node import news, publisher
 from kvstore.node.publisher import Publisher
 from tests.unit.node.small_node import SmallNode, keys_of, namespace
 
@@ -78,7 +78,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> SmallNode:
 def test_a_snapshot_that_takes_longer_than_a_heartbeat_is_collected_later(
     node: SmallNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, finish, built = node.core._snapshot_steps, threading.Event(), []
+    whole, finish, built = node.core.news._snapshot_steps, threading.Event(), []
 
     def slow(*args: Any) -> Generator[None, None, list[Batch]]:
         built.append(args)
@@ -86,8 +86,8 @@ def test_a_snapshot_that_takes_longer_than_a_heartbeat_is_collected_later(
             yield
         return (yield from whole(*args))
 
-    monkeypatch.setattr(node.core, "_snapshot_steps", slow)
-    node.core.publish_anew()
+    monkeypatch.setattr(node.core.news, "_snapshot_steps", slow)
+    node.core.news.start_anew()
     index = Recording()
     with publishing(node, index) as made:
         until(lambda: len(index.batches) >= 5)
@@ -99,11 +99,11 @@ def test_a_snapshot_that_takes_longer_than_a_heartbeat_is_collected_later(
 
 
 def test_a_large_snapshot_lets_others_have_their_turn(node: SmallNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "SNAPSHOT_STEP_CHUNKS", 2)
+    monkeypatch.setattr(news, "SNAPSHOT_STEP_CHUNKS", 2)
 
     async def run() -> int:
         made = Publisher(node.core, asyncio.get_running_loop(), EmbeddedIndex())
-        node.core.publish_anew()
+        node.core.news.start_anew()
         building, turns = asyncio.ensure_future(made._batches()), 0
         while not building.done():
             await asyncio.sleep(0)

@@ -156,13 +156,13 @@ def test_the_index_gets_a_snapshot_of_the_new_epoch_first(node: CrashNode) -> No
     keys = keys_of(NARROW, 1, 3)
     node.store(node.session(NARROW), keys, WHOLE.shard(0))
     node.restart()
-    first, *rest = node.core.take_batch(0, 100, resync=False, lease_ms=1000)
+    first, *rest = node.core.news.take_batch(0, 100, resync=False, lease_ms=1000)
     assert (
         not rest and first.snapshot_begin and first.node == NodeInfo("node-a", 2, "host", "127.0.0.1:1", "127.0.0.1:2")
     )
     assert [event.key for event in first.events] == list(keys)
     assert list(first.geometries) == [(NARROW.id, WHOLE)]
-    after = node.core.take_batch(first.first_sequence + len(first.events) - 1, 100, resync=False, lease_ms=1000)
+    after = node.core.news.take_batch(first.first_sequence + len(first.events) - 1, 100, resync=False, lease_ms=1000)
     assert [batch.events for batch in after] == [[]]
 
 

@@ -181,7 +181,7 @@ class SimulatedNode:
                 self._forget(key)
 
     def _clean(self) -> None:
-        """Write what waits for it, the coldest first. Each waiting block is tried once a call."""
+        """Write what waits for it, the coldest first."""
         if self._dram.room_blocks is None or not self._ssd.room_blocks:
             return
         for _ in range(len(self._to_clean)):
@@ -201,9 +201,7 @@ class SimulatedNode:
             self._to_clean.pop(each, None)
         self.ssd_blocks_written += len(chain)
         for gone in self._ssd.evict():
-            if gone in self._dram:
-                self._to_clean[gone] = None
-            else:
+            if gone not in self._dram:  # what still is there is written again when it is used again
                 self._forget(gone)
 
     def _forget(self, key: bytes) -> None:
@@ -217,4 +215,3 @@ class SimulatedNode:
         assert all(key in self._dram or key in self._ssd for key in self._blocks)
         dirty = {key for key in self._blocks if key not in self._ssd}
         assert self._to_clean.keys() <= dirty
-        assert not self._admits_all or self._to_clean.keys() == dirty

@@ -315,7 +315,11 @@ class Pool:
         self.evict_from_ssd(chunk, free=False)
 
     def evict_from_ssd(self, chunk: Chunk, *, free: bool = True) -> None:
-        """Forget the SSD copies; what is not in DRAM leaves the node."""
+        """Forget the SSD copies; what is not in DRAM leaves the node.
+
+        What had to make room, and is still in DRAM, is saved again only when it is used again: else chunks that do not
+        all fit would push each other out for ever.
+        """
         assert self.ssd is not None
         if not chunk.copies and not chunk.pending:
             self._evicted(chunk, free_on_ssd=free)
@@ -324,7 +328,7 @@ class Pool:
             self.stale_slots += [copy.slot for copy in chunk.ssd.values()]
         for shard, copy in chunk.ssd.items():
             if shard in chunk.copies:
-                self._unsave(chunk, copy.size_bytes)
+                self._unsave(chunk, copy.size_bytes, again=not free)
             else:
                 self._hide(chunk, shard, copy, TierName.SSD)
         self.ssd.leave(chunk, free=free)
@@ -374,10 +378,11 @@ class Pool:
 
     # --- what is to be saved -----------------------------------------------------------------------------
 
-    def _unsave(self, chunk: Chunk, size_bytes: int) -> None:
+    def _unsave(self, chunk: Chunk, size_bytes: int, *, again: bool = True) -> None:
+        """A shard is in DRAM only. `again` False: it is not worth a place just now."""
         self.unsaved.add(chunk)
         self.unsaved_bytes += size_bytes
-        if self._admission.wants(chunk):
+        if again and self._admission.wants(chunk):
             self.to_save.setdefault(chunk, self._clock())
 
     def _saved_or_gone(self, chunk: Chunk) -> None:

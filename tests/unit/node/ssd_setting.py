@@ -126,8 +126,7 @@ class Recorder:
         return Calls(pwritev=self._pwritev, fdatasync=self._fdatasync, ftruncate=self._ftruncate)
 
     def _pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        (data,) = buffers
-        self.events.append(Event(offset, bytes(data)))
+        self.events.append(Event(offset, b"".join(map(bytes, buffers))))
         return os.pwritev(fd, buffers, offset)
 
     def _fdatasync(self, fd: int) -> None:

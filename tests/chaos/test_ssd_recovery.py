@@ -29,12 +29,20 @@ def lived(path: Path) -> Life:
     return life
 
 
+WORK_EVERY = 7
+"""Every so many images the node that was started on one also has to do more work."""
+
+
+def is_made(life: Life) -> int:
+    """Disk calls until the file had its length."""
+    return next(place for place, event in enumerate(life.events) if event.data is None and event.offset >= 0) + 1
+
+
 async def wrong_after_crashes(life: Life, path: Path, every: int = 1) -> list[str]:
     """For every prefix of the disk calls, and for the next one torn in half."""
     wrong: list[str] = []
     chains = list(life.chains.values())
-    first = next(place for place, event in enumerate(life.events) if event.data is None and event.offset >= 0) + 1
-    for count in range(first, len(life.events) + 1, every):
+    for count in range(is_made(life), len(life.events) + 1, every):
         images = [(False, life.events[:count])]
         data = life.events[count].data if count < len(life.events) else None
         if data is not None:
@@ -42,7 +50,8 @@ async def wrong_after_crashes(life: Life, path: Path, every: int = 1) -> list[st
             images.append((True, [*life.events[:count], half]))
         for torn, events in images:
             owed = due(life.states, count, torn=torn)
-            found = await wrong_after(path, bytes(image_of(events)), owed, chains, is_power_loss=False)
+            works = (count // every) % WORK_EVERY == 0
+            found = await wrong_after(path, bytes(image_of(events)), owed, chains, goes_on=works)
             wrong += [f"after {count} calls{' and a half' if torn else ''}: {each}" for each in found]
     return wrong
 
@@ -51,3 +60,25 @@ async def wrong_after_crashes(life: Life, path: Path, every: int = 1) -> list[st
 def test_a_node_that_dies_at_any_disk_call_keeps_its_promises(tmp_path: Path) -> None:
     life = lived(tmp_path / "ssd")
     assert asyncio.run(wrong_after_crashes(life, tmp_path / "crashed")) == []
+
+
+async def wrong_after_power_losses(life: Life, path: Path, every: int = 1, rounds: int = 2) -> list[str]:
+    """Where any of the writes since the last sync may be missing."""
+    rng, wrong, chains = random.Random(5), [], list(life.chains.values())
+    syncs = [place + 1 for place, event in enumerate(life.events) if event.data is None and event.offset < 0]
+    for count in range(is_made(life), len(life.events) + 1, every):
+        safe = max(place for place in syncs if place <= count)
+        for number in range(rounds):
+            kept = [each for each in life.events[safe:count] if each.data is None or rng.random() < 0.5]
+            owed = due(life.states, count, torn=False, power_lost=True)
+            works = not number and (count // every) % WORK_EVERY == 0
+            image = bytes(image_of([*life.events[:safe], *kept]))
+            found = await wrong_after(path, image, owed, chains, is_power_loss=True, goes_on=works)
+            wrong += [f"after {count} calls, {len(kept)} of {count - safe} kept: {each}" for each in found]
+    return wrong
+
+
+@pytest.mark.slow
+def test_a_loss_of_power_breaks_no_promise(tmp_path: Path) -> None:
+    life = lived(tmp_path / "ssd")
+    assert asyncio.run(wrong_after_power_losses(life, tmp_path / "crashed")) == []

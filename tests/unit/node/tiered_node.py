@@ -36,7 +36,7 @@ from kvstore.node.tiers import TierStack
 from tests.unit.node.small_node import FakeClock
 
 POISON = 0xA5
-ENTRIES = 1024
+ENTRIES = 256
 WAIT_S = 10.0
 Bytes = npt.NDArray[np.uint8]
 
@@ -211,12 +211,13 @@ class TieredNode:
 
     async def rest(self) -> None:
         """Until the cleaner has nothing to do."""
-        await self.until(lambda: not self.core.pool.to_save and not self.core.pool.removed_slots and not self.is_busy)
+        await self.until(lambda: not self.core.pool.to_save and not self.core.holds.moving and self._all_owned())
 
-    @property
-    def is_busy(self) -> bool:
-        """True while something is being written."""
-        return self.tiers._saving.locked()
+    def _all_owned(self) -> bool:
+        """No SSD slot is in use but for a shard that is there: nothing is written, nothing waits to be forgotten."""
+        pool = self.core.pool
+        owned = {copy.slot for chunk in pool.forest.chunks.values() for copy in chunk.ssd.values()}
+        return pool.ssd is None or owned == pool.ssd.allocator.used_slots()
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Let the loop run until the condition holds."""
@@ -230,11 +231,6 @@ class TieredNode:
         return {key: set(chunk.ssd) for key, chunk in self.core.pool.forest.chunks.items() if chunk.ssd}
 
     async def die(self) -> None:
-        """End without any of what an orderly end does."""
-        tiers = self.tiers
-        if tiers._task is not None:
-            tiers._task.cancel()
-            await asyncio.wait([tiers._task])
-        tiers._readers.shutdown()
-        tiers._writers.shutdown()
-        self.ssd.close()
+        """End without saving what is only in DRAM."""
+        self.core.pool.to_save.clear()
+        await self.tiers.stop()

@@ -203,7 +203,7 @@ async def live(life: Life) -> None:
     assert await life.read(FIRST, four) and pool.counts["promotions"]
     await removed_and_written_anew(life, four)
     await removed_while_it_is_written(life)
-    await evicted_saved_again_and_removed(life)
+    await evicted_and_removed(life)
     await extents_change_their_class(life)
     life.note()
     life.calls = len(life.events)
@@ -232,10 +232,11 @@ async def removed_while_it_is_written(life: Life) -> None:
         await life.store(FIRST, prompt, 2, version=1)
 
 
-async def evicted_saved_again_and_removed(life: Life) -> None:
-    """A chunk that is in DRAM loses its place on the SSD, gets another one there and is removed."""
+async def evicted_and_removed(life: Life) -> None:
+    """A chunk that is in DRAM loses its place on the SSD to others and is removed."""
     node, pool = life.node, life.node.core.pool
     keys = await life.store(FIRST, 8, 1)
+    await life.persist(keys)
     old = pool.forest.chunks[keys[0]]
     lease = node.core.holds.lease(1, old, node.clock() + 60)
     dropped, prompt = pool.counts["ssd_copies_dropped"], 20
@@ -246,6 +247,7 @@ async def evicted_saved_again_and_removed(life: Life) -> None:
     node.core.holds.end_lease(lease)
     await life.rest()
     await life.remove(FIRST, keys[0])
+    await life.store(FIRST, 9, 1)
     await life.store(FIRST, 8, 1, version=1)
 
 

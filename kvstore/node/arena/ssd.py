@@ -62,6 +62,7 @@ class SsdArena:
         self._headers: dict[int, bytearray] = {}
         """Start of an extent -> its header block, as it is or will be on the disk. Loaded when first needed."""
         self._page = pages(UNIT_BYTES)
+        self._header_writes = self._synced_header_writes = 0
 
     @classmethod
     def open(cls, path: Path, size_bytes: int, node_id: str, epoch: int, *, calls: Calls | None = None) -> SsdArena:
@@ -163,7 +164,14 @@ class SsdArena:
 
     def sync(self) -> None:
         """What was written before this call survives a loss of power."""
+        writes = self._header_writes
         self._file.sync()
+        self._synced_header_writes = writes
+
+    @property
+    def has_unsynced_headers(self) -> bool:
+        """True if a loss of power could bring back a header that was emptied, or take one that was written."""
+        return self._header_writes != self._synced_header_writes
 
     def write_superblock(self, namespaces: Iterable[StoredNamespace], extents: Iterable[ExtentPlace]) -> None:
         """Note namespaces (append only: their places are their numbers) and extents, durably.
@@ -225,6 +233,8 @@ class SsdArena:
                 for extent, at in places:
                     self._headers[extent.start][at : at + HEADER_BYTES] = _NO_HEADER
                 raise
+            finally:
+                self._header_writes += 1
 
     def has_slot(self, slot: int) -> bool:
         """True if a slot of a known extent begins there."""

@@ -411,6 +411,12 @@ class Pool:
             self.to_save.move_to_end(chunk)
         return found or list(late)[:count]
 
+    def put_off(self, chunk: Chunk) -> None:
+        """It cannot be saved now: others have their turn first."""
+        if chunk in self.to_save:
+            self.to_save[chunk] = self._clock()
+            self.to_save.move_to_end(chunk)
+
     # --- telling the index -------------------------------------------------------------------------------
 
     def _tell(self, chunk: Chunk, shard: int) -> None:

@@ -31,6 +31,10 @@ WARM_CHUNKS = 64
 """Chunks of a promotion that are under way at a time."""
 
 
+Arrival = asyncio.Future[MissReason | None]
+"""Of one shard that is read: None, it is in DRAM; or why it is not."""
+
+
 class ReadBack:
     """Used on the node's event loop. `fail` takes the tier out of service; `has_failed` tells whether it is."""
 
@@ -44,7 +48,7 @@ class ReadBack:
         self._fail = fail
         self._has_failed = has_failed
         self._room = asyncio.Event()
-        self.under_way: dict[tuple[Chunk, int], asyncio.Future[bool]] = {}
+        self.under_way: dict[tuple[Chunk, int], Arrival] = {}
 
     def wake(self) -> None:
         """A slot may have come free."""
@@ -64,7 +68,8 @@ class ReadBack:
         if first and (before := self._pool.forest.get(keys[first - 1])):
             batch.hold(before)
         chunks: list[Chunk] = []
-        budget, reason = 0, None
+        budget: int | None = None
+        reason = None
         try:
             for index in range(first, len(keys)):
                 chunk = self._pool.forest.get(keys[index])
@@ -73,14 +78,16 @@ class ReadBack:
                     break
                 wanted = [shard for shard in shards if shard not in chunk.copies]
                 size = sum(chunk.ssd[shard].size_bytes for shard in wanted)
-                budget = budget or max(size, min(WINDOW_BYTES, self._pool.read_back_bytes(size)))
-                if size > budget and chunks:
-                    break
-                budget -= size
+                if budget is None and size:
+                    budget = max(size, min(WINDOW_BYTES, self._pool.read_back_bytes(size)))
+                if budget is not None:
+                    if size > budget:
+                        break
+                    budget -= size
                 if not ahead:
                     self._pool.touch([chunk.key])  # before it comes: coming is no further use
                 if not await batch.want(chunk, wanted):
-                    reason = MissReason.TIER_FAILED if self._has_failed() else MissReason.STAGING_FULL
+                    reason = self._why_not(chunk, wanted)
                     break
                 chunks.append(chunk)
             reason = await batch.wait() or reason
@@ -158,25 +165,40 @@ class ReadBack:
 
     def _end(self, move: Move) -> None:
         chunk, pool = move.chunk, self._pool
-        future = self.under_way.pop((chunk, move.shard))
+        arrival = self.under_way.pop((chunk, move.shard))
         self._own_slots.discard(move.slot)
         self.holds.let(chunk)
         stands = pool.forest.get(chunk.key) is chunk and chunk.ssd.get(move.shard) is move.source
-        good = stands and move.error is None and move.is_right and move.shard not in chunk.copies
-        if good:
+        reason = None
+        if stands and move.error is None and move.is_right and move.shard not in chunk.copies:
             pool.promote(chunk, move.shard, move.slot, move.table_hash)
             pool.counts["ssd_read_bytes"] += move.size_bytes
         else:
             pool.free_slot(move.slot)
         if move.error is not None:
+            reason = MissReason.TIER_FAILED
             self._fail(move.error)
-        elif stands and not move.is_right:
+        elif not stands:
+            reason = MissReason.ABSENT
+        elif not move.is_right:
+            reason = MissReason.CHECKSUM
             pool.counts["ssd_checksum_failures"] += 1
             logger.warning("chunk %s on the SSD differs from what was stored: it is dropped", chunk.key.hex())
             self.drop_broken(chunk)
         self._room.set()
-        if not future.done():
-            future.set_result(good)
+        if not arrival.done():
+            arrival.set_result(reason)
+
+    def _why_not(self, chunk: Chunk, wanted: Sequence[int]) -> MissReason:
+        """Why no read of these shards was begun."""
+        if self._has_failed():
+            return MissReason.TIER_FAILED
+        there = all(shard in chunk.ssd or shard in chunk.copies for shard in wanted)
+        return MissReason.STAGING_FULL if there else MissReason.ABSENT
+
+    def check(self) -> None:
+        """Every slot that the node fills itself is filled by a read under way."""
+        assert len(self.under_way) == len(self._own_slots), "reads from the SSD"
 
     async def wait_for_room(self, seconds: float) -> None:
         """Until a slot may have come free, but not longer than a moment."""
@@ -185,10 +207,6 @@ class ReadBack:
             await asyncio.wait_for(self._room.wait(), min(seconds, ROOM_POLL_S))
         except TimeoutError:
             return
-
-    def reason(self) -> MissReason:
-        """Why a read that ended did not bring its shard."""
-        return MissReason.TIER_FAILED if self._has_failed() else MissReason.CHECKSUM
 
 
 class _Batch:
@@ -200,7 +218,7 @@ class _Batch:
         self._waits = waits
         self._held: list[Chunk] = []
         self._taken: list[Move] = []
-        self._reads: list[asyncio.Future[bool]] = []
+        self._reads: list[Arrival] = []
 
     def hold(self, chunk: Chunk) -> None:
         """Keep a chunk until `let_go`."""
@@ -233,15 +251,17 @@ class _Batch:
             self._taken = []
 
     async def wait(self) -> MissReason | None:
-        """Until all have come; why one has not."""
+        """Until all have come; why the first that has not did not."""
         self._start()
         reads, self._reads = self._reads, []
-        if not reads:
-            return None
-        done, late = await asyncio.wait(reads, timeout=max(0.0, self._ends_s - time.monotonic()))
-        if late:
-            return MissReason.DEADLINE
-        return None if all(read.result() for read in done) else self._owner.reason()
+        if reads:
+            await asyncio.wait(reads, timeout=max(0.0, self._ends_s - time.monotonic()))
+        for read in reads:
+            if not read.done():
+                return MissReason.DEADLINE
+            if (reason := read.result()) is not None:
+                return reason
+        return None
 
     def let_go(self) -> None:
         """End all holds; what was taken and not started is started, because it can only end by its reading."""

@@ -64,7 +64,8 @@ class Saver:
         self._moving: set[int] = set()
         self._unbacked: list[int] = []
         self._full_until_s = 0.0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.begun: set[asyncio.Task[Any]] = set()
+        """What is being done on the disk and must not end in the middle."""
 
     def take_up(self, spaces: Sequence[KnownNamespace]) -> None:
         """What the file describes already: its namespaces, in their order; and the extents that are in use."""
@@ -91,7 +92,7 @@ class Saver:
 
     async def save_coldest(self) -> bool:
         """One batch of what waits; True if something of it reached the SSD."""
-        return await self._save(self._cut(self._pool.coldest_to_save(BATCH_CHUNKS)))
+        return await self._whole(self._save_now(self._cut(self._pool.coldest_to_save(BATCH_CHUNKS))))
 
     async def persist(self, keys: Keys, ends_s: float) -> tuple[int, str]:
         """Save the leading chunks of these keys now, until the time is up. (Chunks that are saved, why not more)."""
@@ -106,15 +107,23 @@ class Saver:
             if time.monotonic() >= ends_s:
                 reason = "deadline"
                 break
-            if not await self._save(self._cut(left)) and not all(chunk.is_saved for chunk in left):
-                reason = "ssd_full"
+            saved = await self._within(ends_s, self._save_now(self._cut(left)))
+            if not saved:
+                reason = "deadline" if saved is None else "ssd_full"
                 break
-        if not self._has_failed():
-            await self._disk.run(self._disk.arena.sync)
+        if not self._has_failed() and not await self._within(ends_s, self._sync()):
+            return 0, "ssd_error" if self._has_failed() else "deadline"  # what is written is not safe yet
         run = 0
         while run < len(chunks) and chunks[run].ssd and chunks[run].is_saved and not self._has_failed():
             run += 1
         return run, ("ssd_error" if self._has_failed() else reason) if run < len(keys) else ""
+
+    async def _sync(self) -> bool:
+        try:
+            await self._disk.run(self._disk.arena.sync)
+        except KvStoreError as exc:
+            self._fail(exc)
+        return not self._has_failed()
 
     async def forget_removed(self) -> None:
         """Zero the headers of what was removed and wait for the disk: a restart does not find it any more."""
@@ -123,17 +132,17 @@ class Saver:
 
     async def _forget_removed(self) -> None:
         async with self.lock:
-            slots, self._pool.removed_slots = self._pool.removed_slots, []
+            slots = list(self._pool.removed_slots)
             stale = [*slots, *self._stale([])]
-            if not stale:
+            if not stale and not self._disk.arena.has_unsynced_headers:  # an eviction may have emptied the header
                 return
             try:
                 await self._disk.run(self._disk.arena.write_headers, [(slot, None) for slot in stale])
                 await self._disk.run(self._disk.arena.sync)
             except KvStoreError as exc:
-                self._pool.removed_slots += slots
                 self._fail(exc)
                 return
+            del self._pool.removed_slots[: len(slots)]  # others may have come behind them
             for slot in slots:
                 self._allocator.release(slot)
 
@@ -157,18 +166,23 @@ class Saver:
             batch.update(dict.fromkeys(reversed(chain)))
         return list(batch)
 
-    async def _save(self, chunks: Sequence[Chunk]) -> bool:
-        """Save these chunks, ancestors first. True if at least one shard reached the SSD."""
-        return await self._whole(self._save_now(chunks))
-
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
         """To the end, also when the caller is cancelled: threads are writing, and the books must say where."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.begun.add(task)
+        task.add_done_callback(self.begun.discard)
         return await asyncio.shield(task)
 
+    async def _within(self, ends_s: float, work: Coroutine[Any, Any, T]) -> T | None:
+        """What the work returns; None where the time is up first, and it goes on."""
+        try:
+            async with asyncio.timeout(max(0.0, ends_s - time.monotonic())):
+                return await self._whole(work)
+        except TimeoutError:
+            return None
+
     async def _save_now(self, chunks: Sequence[Chunk]) -> bool:
+        """Save these chunks, ancestors first. True if at least one shard reached the SSD. Must not be cancelled."""
         async with self.lock:
             moves = await self._begin(chunks)
             if moves:
@@ -176,26 +190,40 @@ class Saver:
             return await self._end(moves) > 0
 
     async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
-        """Take slots, first to last, as long as there is room."""
+        """Slots for these chunks. One that gets none waits behind the others, and so does what hangs on it."""
         moves: list[Move] = []
+        begun: set[Chunk] = set()
         for number, chunk in enumerate(chunks, 1):
             if not number % STEP_CHUNKS:
                 await asyncio.sleep(0)
             if self._pool.forest.get(chunk.key) is not chunk or chunk.is_orphan:
                 continue
-            self._tier.kept.update({chunk} if chunk.parent is None else {chunk, chunk.parent})
-            for shard, copy in chunk.copies.items():
-                if shard in chunk.ssd:
-                    continue
-                slots = self._tier.take(copy.size_bytes, 1, chunk.space.group)
-                if not slots:
-                    self._pool.counts["ssd_no_room"] += 1
-                    return moves
-                generation = self._pool.catalog.next_generation()
-                self._moving.add(slots[0])
-                self._core.holds.keep(chunk)
-                moves.append(Move(chunk, shard, copy.slot, slots[0], copy.size_bytes, copy.table_hash, generation))
+            parent = chunk.parent
+            self._tier.kept.update({chunk} if parent is None else {chunk, parent})
+            if parent is not None and not parent.ssd and parent not in begun:
+                self._pool.put_off(chunk)
+                continue
+            for shard in [shard for shard in chunk.copies if shard not in chunk.ssd]:
+                move = self._take(chunk, shard)
+                if move is None:
+                    self._pool.put_off(chunk)
+                    break
+                moves.append(move)
+                begun.add(chunk)
+        if not moves:
+            self._tier.kept.clear()
         return moves
+
+    def _take(self, chunk: Chunk, shard: int) -> Move | None:
+        copy = chunk.copies[shard]
+        slots = self._tier.take(copy.size_bytes, 1, chunk.space.group)
+        if not slots:
+            self._pool.counts["ssd_no_room"] += 1
+            return None
+        self._core.holds.keep(chunk)
+        self._moving.add(slots[0])
+        generation = self._pool.catalog.next_generation()
+        return Move(chunk, shard, copy.slot, slots[0], copy.size_bytes, copy.table_hash, generation)
 
     async def _write(self, moves: list[Move]) -> None:
         """Headers of what was there before, payloads, headers; an error is noted in the moves that it stopped."""
@@ -304,9 +332,8 @@ class Saver:
         """Every SSD slot in use belongs to a chunk, is being written, was removed, or has no room on the disk."""
         owned = [copy.slot for chunk in self._pool.forest.chunks.values() for copy in chunk.ssd.values()]
         slots = [*owned, *self._moving, *self._pool.removed_slots, *self._unbacked]
-        assert len(slots) == len(set(slots)), "an SSD slot is used twice"
-        if not self.lock.locked():
-            assert set(slots) == self._allocator.used_slots(), "an SSD slot is used by nobody, or by two"
+        assert sorted(slots) == sorted(self._allocator.used_slots()), "an SSD slot is used by nobody, or by two"
+        assert self.begun or not (self._moving or self._tier.kept), "a write that nobody does"
 
 
 def _stored(space: KnownNamespace) -> StoredNamespace:

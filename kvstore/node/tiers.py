@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 
 from kvstore.errors import KvStoreError
@@ -34,10 +35,11 @@ class TierStack:
 
     def __init__(self, core: NodeCore, memory: Bytes, arena: SsdArena) -> None:
         self.failed: KvStoreError | None = None
+        self._ending = False
         self._pool = core.pool
         self._disk = Disk(arena, memory)
         self._saver = Saver(core, self._disk, self.fail, lambda: self.failed is not None)
-        self._read_back = ReadBack(core, self._disk, self.fail, lambda: self.failed is not None)
+        self._read_back = ReadBack(core, self._disk, self.fail, lambda: self.failed is not None or self._ending)
         self._task: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self.stage = self._read_back.stage
@@ -62,17 +64,27 @@ class TierStack:
         self._read_back.wake()
 
     async def stop(self) -> None:
-        """Save what is only in DRAM, as far as that goes in 10 s, and close the file."""
+        """Save what is only in DRAM, and close the file. What the disk does not do in 10 s is left."""
+        ends_s = time.monotonic() + STOP_SAVING_S
+        self._ending = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SAVING_S):
-                await self._saver.forget_removed()
                 while self.failed is None and self._pool.to_save and await self._saver.save_coldest():
                     pass
-        self._disk.close(is_idle=not self._saver.lock.locked() and not self._read_back.under_way)
+        under_way = [*self._saver.begun, *self._read_back.under_way.values()]
+        if under_way:
+            await asyncio.wait(under_way, timeout=max(0.0, ends_s - time.monotonic()))
+        is_idle = all(each.done() for each in under_way)
+        self._disk.close(is_idle=is_idle)
+        if not is_idle:
+            logger.warning("the disk stands still: what is on its way there is given up")
+            for task in self._saver.begun:
+                task.cancel()
+            await asyncio.gather(*self._saver.begun, return_exceptions=True)
 
     def fail(self, error: KvStoreError) -> None:
         """Out of service: nothing is read or written any more, and what was there is forgotten in small steps."""
@@ -101,3 +113,4 @@ class TierStack:
         """Every invariant of the tier that `NodeCore.check` does not see."""
         if self._pool.ssd is not None:
             self._saver.check()
+            self._read_back.check()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,9 +128,7 @@ class Life:
     def note(self) -> None:
         saved = {(key, shard) for key, shards in self.node.on_ssd().items() for shard in shards}
         self.persisted &= saved
-        self.states.append(
-            State(len(self.events), frozenset(saved), frozenset(self.persisted), dict(self.versions))
-        )
+        self.states.append(State(len(self.events), frozenset(saved), frozenset(self.persisted), dict(self.versions)))
 
     # --- steps -------------------------------------------------------------------------------------------
 
@@ -331,5 +328,5 @@ async def work_on(node: TieredNode) -> None:
     node.core.check()
     assert await node.remove(FIRST, keys[2]) == 1
     assert await node.read(FIRST, keys.slice(0, 2)) == ([0, 0], None)
-    assert node.on_ssd().keys() >= set(keys[i] for i in range(2))
+    assert node.on_ssd().keys() >= {keys[i] for i in range(2)}
     node.core.check()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ssd_life import Life, due, live, wrong_after

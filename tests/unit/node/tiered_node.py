@@ -90,10 +90,10 @@ class TieredNode:
         self.info = NodeInfo("node-a", epoch, "host", "127.0.0.1:1", "127.0.0.1:2")
         catalog = CatalogWriter(self.memory.catalog, self.memory.shape, epoch)
         allocator = SlotAllocator(self.memory.arena_bytes, self.memory.arena_bytes)
-        self.ssd = ssd = SsdArena.open(path, ssd_bytes, "node-a", epoch, calls=calls or Calls(fdatasync=lambda fd: None))
-        on_ssd = SlotAllocator(
-            ssd.size_bytes, ssd.size_bytes, start_bytes=ssd.slots_start, header_bytes=HEADER_BYTES
+        self.ssd = ssd = SsdArena.open(
+            path, ssd_bytes, "node-a", epoch, calls=calls or Calls(fdatasync=lambda fd: None)
         )
+        on_ssd = SlotAllocator(ssd.size_bytes, ssd.size_bytes, start_bytes=ssd.slots_start, header_bytes=HEADER_BYTES)
         settings = settings or CoreSettings(session_share=1.0)
         self.core = core = NodeCore(self.info, catalog, allocator, self.clock, settings, on_ssd)
         self.operations = Operations(core, self.clock)

@@ -222,7 +222,8 @@ class NodeSettings(Settings):
             return ""
         path, size = split_ssd(self.ssd)
         place = Path(path).expanduser().absolute()
-        return f"{place / f'{node_id}.kvssd' if place.is_dir() else place}:{size}"
+        file = place / f"{node_id or 'NODE_ID'}.kvssd" if place.is_dir() else place
+        return f"{file}:{size}"
 
 
 class MetadataSettings(Settings):

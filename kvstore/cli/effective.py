@@ -7,6 +7,7 @@ from typing import Any
 
 from kvstore.cli.output import print_json, print_table
 from kvstore.config import NodeSettings, Settings
+from kvstore.setting_types import split_ssd
 
 
 def effective(tables: Mapping[str, Settings | None]) -> dict[str, Any]:
@@ -21,7 +22,8 @@ def effective(tables: Mapping[str, Settings | None]) -> dict[str, Any]:
     for name, settings in tables.items():
         if isinstance(settings, NodeSettings):
             settings = settings.planned()
-            plan = MemoryPlan.of(settings.dram, settings.slots)
+            ssd_bytes = split_ssd(settings.ssd)[1] if settings.ssd else 0
+            plan = MemoryPlan.of(settings.dram, settings.slots, ssd_bytes)
             limits = effective_limits(settings.dram, settings.slots, settings.room_chunks, CoreSettings())
             plan.check()
             facts["limits"] = limits

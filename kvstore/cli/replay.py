@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 
 SPARE_BYTES = 128 << 20
 """DRAM of a node beyond its chunks: reservations, and the last extent that is not full."""
+
+STATS_DEADLINE_S = 5.0
+_COUNTERS = {"evictions": "evictions", "ssd_chunks_written": "saves"}
+"""Figures of the computation that live nodes count too -> their counters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class _Plan:
         if self.room_chunks:
             options += ["--room-chunks", str(self.room_chunks)]
         if self.ssd_chunks:
+            from kvstore.node.slots import ssd_file_bytes
+
             size = ssd_file_bytes(self.ssd_chunks, slot_bytes)
             options += ["--ssd", f"{ssd_path}:{size}", "--ssd-admission", self.ssd_admission]
         return options
@@ -65,14 +74,6 @@ class _Plan:
         return self.node_count == 1 or not self.room_chunks
 
 
-def ssd_file_bytes(chunks: int, slot_bytes: int) -> int:
-    """Bytes of an SSD file with room for exactly so many chunks of one slot each.
-
-    To be completed with the file's format: so far the slots alone, without superblock and headers.
-    """
-    return chunks * slot_bytes
-
-
 def replay(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Request trace in the Mooncake format (JSON lines).")],
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes to start; request i starts at node i mod N.")] = 1,
@@ -91,6 +92,10 @@ def replay(
     ssd_admission: Annotated[
         str, typer.Option(metavar="NAME", help="What is written to the SSD: always (everything) or second_touch.")
     ] = "always",
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="RATIO", help="Fail where live and computed hit ratio differ by more than this."),
+    ] = 1.0,
     offline: Annotated[
         bool, typer.Option("--offline", help="Only compute what one node would hit; start nothing.")
     ] = False,
@@ -110,6 +115,14 @@ def replay(
         print_table(title, ["what", "value"], [[k.replace("_", " "), v] for k, v in result.items()])
     if result.get("wrong_bytes"):
         raise KvStoreError(f"{result['wrong_bytes']} bytes were delivered wrong; please report this as a bug")
+    _check_distance(result, tolerance)
+
+
+def _check_distance(result: dict[str, Any], tolerance: float) -> None:
+    """Raises KvStoreError where the pool hit something else than was computed for it."""
+    live, computed = result["hit_chunk_ratio"], result.get("offline_hit_chunk_ratio")
+    if computed is not None and abs(live - computed) > tolerance:
+        raise KvStoreError(f"hit ratio {live}, but {computed} was computed: they differ by more than {tolerance}")
 
 
 def _run(plan: _Plan, computed: HitCounts) -> dict[str, Any]:
@@ -132,12 +145,40 @@ def _run(plan: _Plan, computed: HitCounts) -> dict[str, Any]:
             stack.enter_context(kvstore.connect(node=address, metadata=metadata_address, name="replay"))
             for address in addresses
         ]
-        replayer = Replayer(clients, namespace)
+        to_save = _to_save(stack, addresses) if plan.ssd_chunks else None
+        replayer = Replayer(clients, namespace, to_save)
         seconds = _drive(replayer, plan.requests)
-        result = _result(replayer, seconds, sum(children.node_statistics(node)["evictions"] for node in started))
+        result = _result(replayer, seconds, _node_figures(map(children.node_statistics, started)))
         if plan.is_comparable:
             result["offline_hit_chunk_ratio"] = round(computed.block_ratio, 4)
         return result
+
+
+def _to_save(stack: contextlib.ExitStack, addresses: Sequence[str]) -> Callable[[], int]:
+    """Asks the nodes how many chunks they have still to write to their SSDs."""
+    from kvstore.rpc.channel import Channel
+    from kvstore.rpc.v1 import node_pb2
+    from kvstore.rpc.v1.node_pb2_grpc import NodeServiceStub
+
+    calls = []
+    for address in addresses:
+        channel = Channel(address)
+        stack.callback(channel.close)
+        calls.append((channel, channel.stub(NodeServiceStub).Stats))
+
+    def ask_all() -> int:
+        answers = (channel.call(method, node_pb2.StatsRequest(), STATS_DEADLINE_S) for channel, method in calls)
+        return sum(json.loads(answer.json)["to_save_chunks"] for answer in answers)
+
+    return ask_all
+
+
+def _node_figures(statistics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Sums over the nodes, under the names of the computation."""
+    total: Counter[str] = Counter()
+    for figures in statistics:
+        total.update({name: int(figures.get(counter, 0)) for name, counter in _COUNTERS.items()})
+    return {name: total[name] for name in _COUNTERS}
 
 
 def _drive(replayer: Replayer, requests: list[Request]) -> float:
@@ -162,15 +203,19 @@ def _ratios(counts: HitCounts) -> dict[str, Any]:
     }
 
 
-def _result(replayer: Replayer, seconds: float, evictions: int) -> dict[str, Any]:
+def _result(replayer: Replayer, seconds: float, node_figures: Mapping[str, int]) -> dict[str, Any]:
     return _ratios(replayer.counts) | {
+        "dram_hits": replayer.counts.dram_hit_blocks,
+        "ssd_hits": replayer.counts.ssd_hit_blocks,
         "wrong_bytes": replayer.wrong_bytes,
         "local_hits": replayer.local_hits,
         "remote_hits": replayer.remote_hits,
-        "evictions": evictions,
+        **node_figures,
         "misses": {reason.value: count for reason, count in sorted(replayer.misses.items()) if count},
         "refused": {outcome.name.lower(): count for outcome, count in sorted(replayer.refused.items())},
         "index_waits": replayer.index_waits,
+        "save_waits": replayer.save_waits,
+        "saves_given_up": replayer.saves_given_up,
         "seconds": round(seconds, 2),
     }
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from kvstore.errors import LayoutMismatch, LimitExceeded
 from kvstore.model.layout import CHUNK_BYTES_LIMIT, PageLayout, Rectangle
+from kvstore.node.arena.ssd_format import HEADER_BYTES, REGION_LEAST_BYTES, region_bytes_of
 from kvstore.node.catalog import UNIT_BYTES
 
 EXTENT_BYTES = 64 << 20
@@ -42,26 +43,26 @@ def slot_bytes(layout: PageLayout, rectangle: Rectangle) -> int:
 
 @dataclass(slots=True)
 class Extent:
-    """A run of the arena cut into slots of `slot_bytes`, behind `head_bytes` of headers. `fresh` = slots that were
-    handed out once; those behind them never were."""
+    """A run of the arena cut into slots of `slot_bytes`, behind a block of `header_bytes` a slot. `fresh` = slots that
+    were handed out once; those behind them never were."""
 
     start: int
     stop: int
     slot_bytes: int
-    head_bytes: int = 0
+    header_bytes: int = 0
     free: list[int] = field(default_factory=list)
     fresh: int = 0
     used: set[int] = field(default_factory=set)
 
     @property
     def slot_count(self) -> int:
-        """Slots that fit."""
-        return (self.stop - self.first) // self.slot_bytes
+        """Slots that fit with their headers."""
+        return _slots_in(self.stop - self.start, self.slot_bytes, self.header_bytes)
 
     @property
     def first(self) -> int:
         """Offset of its first slot."""
-        return self.start + self.head_bytes
+        return self.start + _round_up(self.slot_count * self.header_bytes)
 
 
 class SlotAllocator:
@@ -135,7 +136,7 @@ class SlotAllocator:
             if start < end or stop > self.arena_bytes or size <= 0 or start + size > stop:
                 raise LayoutMismatch(f"an extent at {start} overlaps another one or the end of the arena")
             end = stop
-            extent = Extent(start, stop, size, self._head_bytes(stop - start, size))
+            extent = Extent(start, stop, size, self._header_bytes)
             extent.fresh = extent.slot_count  # whatever lies there was written once
             self._extents[start] = extent
             self._starts.append(start)
@@ -241,31 +242,38 @@ class SlotAllocator:
         # room by evicting everything of the first.
         longest = min(EXTENT_BYTES, max(SMALL_EXTENT_BYTES, self.arena_bytes // EXTENTS))
         count = max(longest // size, EXTENT_SLOTS)
-        return count * size + self._round_up(count * self._header_bytes)
+        return count * size + _round_up(count * self._header_bytes)
 
-    def _head_bytes(self, length: int, size: int) -> int:
-        """Bytes of the headers at the start of an extent of this length."""
-        count = length // size
-        while self._header_bytes and self._round_up(count * self._header_bytes) + count * size > length:
-            count -= 1
-        return self._round_up(count * self._header_bytes)
+    def _least_bytes(self, size: int) -> int:
+        """Shortest extent: one slot with its header."""
+        return size + _round_up(self._header_bytes)
 
     @staticmethod
-    def _round_up(size: int) -> int:
-        return -(-size // UNIT_BYTES) * UNIT_BYTES
+    def _cut(room: int, wanted: int, least: int) -> int:
+        """Length of the next extent in `room` bytes: what is too short for another one goes to it."""
+        cut = min(room, wanted)
+        return room if room - cut < least else cut
+
+    def capacity(self, size: int) -> int:
+        """How many slots of class `size` there are where all of the arena is cut for it."""
+        wanted, least, room = self._extent_bytes(size), self._least_bytes(size), self.arena_bytes - self._start_bytes
+        full = max(0, (room - wanted - least) // wanted)  # the rest may go to the last of them
+        slots, room = full * _slots_in(wanted, size, self._header_bytes), room - full * wanted
+        while room >= least:
+            cut = self._cut(room, wanted, least)
+            slots, room = slots + _slots_in(cut, size, self._header_bytes), room - cut
+        return slots
 
     def _new_extent(self, size: int) -> Extent | None:
-        wanted, least = self._extent_bytes(size), size + self._round_up(self._header_bytes)
+        wanted, least = self._extent_bytes(size), self._least_bytes(size)
         fits = [region for region in self._regions if region[1] - region[0] >= least]
         if not fits or self.only_used_before:
             return None
         start, stop = min(fits)
-        cut = min(stop, start + wanted)
-        if stop - cut < least:
-            cut = stop
+        cut = start + self._cut(stop - start, wanted, least)
         place = self._regions.index((start, stop))
         self._regions[place : place + 1] = [(cut, stop)] if cut < stop else []
-        extent = Extent(start, cut, size, self._head_bytes(cut - start, size))
+        extent = Extent(start, cut, size, self._header_bytes)
         self.cuts += 1
         self._extents[start] = extent
         bisect.insort(self._starts, start)
@@ -301,3 +309,32 @@ class SlotAllocator:
             assert extent.first + extent.slot_count * extent.slot_bytes <= extent.stop
             assert extent.used and extent.fresh <= extent.slot_count
         assert self.used_bytes == sum(len(e.used) * e.slot_bytes for e in self._extents.values())
+
+
+def _slots_in(length: int, size: int, header_bytes: int) -> int:
+    """Slots of class `size` in a run of `length` bytes, each with a header in the block at its beginning.
+
+    Both are whole pages, so what is left beside these slots is, too: it holds the headers, rounded up to pages.
+    """
+    return length // (size + header_bytes)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // UNIT_BYTES) * UNIT_BYTES
+
+
+def ssd_file_bytes(count: int, size: int) -> int:
+    """Length of the shortest SSD file in which exactly `count` slots of class `size` (bytes) fit, all of one class.
+
+    Superblocks, header blocks and the cut into extents are counted. Raises LimitExceeded where no length has exactly
+    so many, because a further page makes room for several.
+    """
+    length = 2 * REGION_LEAST_BYTES + count * size
+    while True:
+        start = 2 * region_bytes_of(length)
+        found = SlotAllocator(length, start_bytes=start, header_bytes=HEADER_BYTES).capacity(size)
+        if found == count:
+            return length
+        if found > count + EXTENT_SLOTS:
+            raise LimitExceeded(f"no SSD file has exactly {count} slots of {size} bytes; ask for one more or one less")
+        length += UNIT_BYTES

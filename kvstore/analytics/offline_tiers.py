@@ -1,9 +1,11 @@
 """One node without bytes: DRAM and, behind it, an SSD, each with an eviction policy of its own.
 
-The rules are the live node's. A block is present if one tier has it. What is found on the SSD is promoted to DRAM and
-stays on the SSD. A cleaner writes to the SSD after each request, the coldest and their ancestors first. Leaves leave
-first: on either tier, a block goes only when no child of it is there. (A node asks more where a block has no other
-copy: that it has no child at all. Both tiers are prefix-closed, so that it cannot have one on the other tier alone.)
+The rules are the live node's, and its calls of a policy in its order. A block is present if one tier has it. What is
+found on the SSD is promoted to DRAM and stays on the SSD; it is used once by that. A cleaner writes to the SSD after
+each request, in batches, a block behind its ancestors; what the SSD drops for want of room is written again when it is
+used again. Leaves leave first: on either tier, a block goes only when no child of it is there. (A node asks more where
+a block has no other copy: that it has no child at all. Both tiers are prefix-closed, so that it cannot have one on the
+other tier alone.)
 
 Invariants (`check`): each tier holds the parent of every block it holds; it is over its room only within `serve`.
 """
@@ -11,8 +13,9 @@ Invariants (`check`): each tier holds the parent of every block it holds; it is 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from kvstore.errors import InvalidRequest
 from kvstore.node.eviction import make_policy
@@ -20,6 +23,8 @@ from kvstore.node.eviction.ghosts import GhostList
 
 ADMISSIONS = ("always", "second_touch")
 """What may be written to the SSD: everything, or what was used twice (or stored again soon after it was lost)."""
+BATCH_BLOCKS = 256
+"""Blocks that the cleaner writes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +48,39 @@ class SimulatedTier:
         self._children: dict[bytes, int] = {}
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Hold these blocks, head first; none is held yet, their parents are or come with them."""
+        """Hold these blocks, one by one; none is held yet, their parents are or come before them."""
         for key in keys:
             self._children[key] = 0
             parent = self._blocks[key].parent
             if parent is not None:
                 self._children[parent] += 1
-        self._policy.added(keys, [self._blocks[key].first_tokens for key in keys])
+            self._policy.added([key], [self._blocks[key].first_tokens])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """One prefix was used."""
         self._policy.touched(keys)
 
     def order(self, keys: Sequence[bytes]) -> None:
-        """One prefix was stored in part."""
+        """One prefix was stored or brought here in part."""
         self._policy.ordered(keys)
 
-    def evict(self) -> list[bytes]:
-        """Drop what is over the room, leaves first, in the policy's order; returns it, children before parents."""
+    def evict(self, coming: int = 0, held: Container[bytes] = ()) -> list[bytes]:
+        """Drop what is over the room with `coming` blocks more, leaves first, in the policy's order, but none that is
+        `held`; returns it, children before parents. Less where nothing more may go."""
         gone: list[bytes] = []
-        excess = 0 if self.room_blocks is None else len(self) - self.room_blocks
+        excess = 0 if self.room_blocks is None else len(self) + coming - self.room_blocks
         # A policy may name a parent before its child; the next pass finds it without one.
         while len(gone) < excess:
-            dropped = list(self._drop_leaves(excess - len(gone)))
+            dropped = list(self._drop_leaves(excess - len(gone), held))
             self._policy.removed(dropped)
             gone += dropped
+            if not dropped:
+                break
         return gone
 
-    def _drop_leaves(self, count: int) -> Iterator[bytes]:
+    def _drop_leaves(self, count: int, held: Container[bytes]) -> Iterator[bytes]:
         for key in self._policy.victims():
-            if self._children.get(key) == 0:
+            if self._children.get(key) == 0 and key not in held:
                 del self._children[key]
                 parent = self._blocks[key].parent
                 if parent is not None:
@@ -142,24 +150,36 @@ class SimulatedNode:
         run = 0
         while run < len(keys) and keys[run] in self._blocks:
             run += 1
-        found = self._use(keys[:run])
-        self._store(keys, run, block_tokens)
-        self._dram.order(keys)
-        self._make_room()
+        promoted = self._use(keys[:run])
+        if run < len(keys):
+            self._order(keys[:run])
+            self._store(keys, run, block_tokens)
+            self._order(keys)
+            self._make_room()
         self._clean()
-        return Found(run, found)
+        return Found(run, promoted)
 
     def _use(self, keys: Sequence[bytes]) -> int:
-        """Touch a prefix on both tiers and promote what is on the SSD only; returns how much that was."""
-        self._dram.touch(keys)
-        self._ssd.touch(keys)
-        for key in reversed(keys):  # the tail is the coldest
+        """Promote what of a prefix is on the SSD only, use the rest; returns how much was promoted."""
+        in_dram = [key for key in keys if key in self._dram]
+        promoted = [key for key in keys if key not in self._dram]
+        for key in promoted:
+            self._ssd.touch([key])
+        self._dram.add(promoted)
+        if promoted:
+            self._order(keys)
+            self._make_room(held=set(keys))
+        self._dram.touch(in_dram)
+        self._ssd.touch(in_dram)
+        for key in in_dram:
             if key not in self._ssd:
                 self._to_clean[key] = None
                 self._to_clean.move_to_end(key)
-        promoted = [key for key in keys if key not in self._dram]
-        self._dram.add(promoted)
         return len(promoted)
+
+    def _order(self, keys: Sequence[bytes]) -> None:
+        self._dram.order(keys)
+        self._ssd.order(keys)
 
     def _store(self, keys: Sequence[bytes], run: int, block_tokens: int) -> None:
         missing = []
@@ -168,12 +188,12 @@ class SimulatedNode:
                 self._blocks[keys[index]] = Block(keys[index - 1] if index else None, index * block_tokens)
                 missing.append(keys[index])
         self._dram.add(missing)
-        for key in reversed(missing):
+        for key in missing:
             if self._lost.take(key) or self._admits_all:
                 self._to_clean[key] = None
 
-    def _make_room(self) -> None:
-        for key in self._dram.evict():
+    def _make_room(self, held: Container[bytes] = ()) -> None:
+        for key in self._dram.evict(held=held):
             if key not in self._ssd:
                 self._to_clean.pop(key, None)
                 self._lost.add(key)
@@ -181,28 +201,60 @@ class SimulatedNode:
                 self._forget(key)
 
     def _clean(self) -> None:
-        """Write what waits for it, the coldest first."""
+        """Write what waits for it, first come first, as far as there is room."""
         if self._dram.room_blocks is None or not self._ssd.room_blocks:
             return
-        for _ in range(len(self._to_clean)):
-            if not self._to_clean:
-                return
-            self._write(next(iter(self._to_clean)))
+        left = len(self._to_clean) + 1
+        while 0 < len(self._to_clean) < left:
+            left = len(self._to_clean)
+            self._write_batch(self._next_batch())
 
-    def _write(self, key: bytes) -> None:
-        """Write a block to the SSD, its ancestors before it, and evict there what is over its room."""
+    def _next_batch(self) -> list[bytes]:
+        batch: dict[bytes, None] = {}
+        for key in self._to_clean:
+            chain: list[bytes] = []
+            at: bytes | None = key
+            while at is not None and at not in self._ssd and at not in batch:
+                chain.append(at)
+                at = self._blocks[at].parent
+            if batch and len(batch) + len(chain) > BATCH_BLOCKS:
+                break
+            batch.update(dict.fromkeys(reversed(chain)))
+        return list(batch)
+
+    def _write_batch(self, batch: Sequence[bytes]) -> None:
+        """Make room for as much as goes, then add what has its parent there: an earlier one may have pushed it out."""
+        kept: set[bytes] = set()
+        coming = 0
+        for key in batch:
+            parent = self._blocks[key].parent
+            kept.update({key} if parent is None else {key, parent})
+            for gone in self._ssd.evict(coming + 1, kept):
+                if gone not in self._dram:
+                    self._forget(gone)
+            if self._ssd.room_blocks is not None and len(self._ssd) + coming >= self._ssd.room_blocks:
+                break
+            coming += 1
+        added = []
+        for key in batch[:coming]:
+            parent = self._blocks[key].parent
+            if parent is None or parent in self._ssd:
+                self._ssd.add([key])
+                self._to_clean.pop(key, None)
+                added.append(key)
+        for key, after in zip_longest(added, added[1:]):
+            if after is None or self._blocks[after].parent != key:  # the end of a run
+                self._ssd.order(self._chain(key))
+        self.ssd_blocks_written += len(added)
+
+    def _chain(self, key: bytes) -> list[bytes]:
+        """A block and all above it, head first."""
         chain: list[bytes] = []
         at: bytes | None = key
-        while at is not None and at not in self._ssd:
+        while at is not None:
             chain.append(at)
             at = self._blocks[at].parent
-        self._ssd.add(chain[::-1])
-        for each in chain:
-            self._to_clean.pop(each, None)
-        self.ssd_blocks_written += len(chain)
-        for gone in self._ssd.evict():
-            if gone not in self._dram:  # what still is there is written again when it is used again
-                self._forget(gone)
+        return chain[::-1]
 
     def _forget(self, key: bytes) -> None:
         del self._blocks[key]

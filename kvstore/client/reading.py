@@ -47,6 +47,8 @@ class Reading:
         self._end_s = end_s
         self._done = self._local = self._ssd_tokens = 0
         self._slower = False
+        self._untold = b""
+        """Keys that were read without asking: the node does not know of their use."""
         self._reason: MissReason | None = MissReason.ABSENT
         self._bytes: Counter[str] = Counter()
 
@@ -69,6 +71,11 @@ class Reading:
                     named, ticket.id if ticket is not None and ours else b"", HANDOFF_WAIT_MS if ours else 0
                 )
             return
+        self._from_host(host, ticket)
+        if self._untold:
+            host.touch(self._untold)
+
+    def _from_host(self, host: HostNode, ticket: Ticket | None) -> None:
         self._read_host(host)
         self._read_slower(host)
         waits = ticket is not None and any(rank.node_id == host.info.node_id for rank in ticket.ranks)
@@ -95,7 +102,7 @@ class Reading:
                 self._reason = MissReason.UNREACHABLE
                 return
             try:
-                self._read_host(host)
+                self._read_host(host, told=answer.run)
             finally:
                 self._release(host, answer.lease)
             came = self._keys.tokens_of_first(self._done) - self._keys.tokens_of_first(before)
@@ -113,7 +120,8 @@ class Reading:
             except KvStoreError:  # then it runs out by itself
                 self._nodes.counters.add("leases_left_to_run_out")
 
-    def _read_host(self, host: HostNode) -> None:
+    def _read_host(self, host: HostNode, *, told: int = 0) -> None:
+        """Deliver what is in its DRAM. `told`: so many chunks the node counted as used when it answered."""
         rest = self._keys.slice(self._done, len(self._keys)) if self._done else self._keys
         into = self._destination if not self._done else _Shifted(self._destination, self._done)
         result = read_local(host, self._namespace.layout, rest, self._wanted, into, self._end_s)
@@ -125,7 +133,7 @@ class Reading:
             self._nodes.counters.add("fence_retries", result.retries)
         if result.chunks:
             self._bytes["shm"] += result.chunks * self._namespace.layout.payload_bytes(self._wanted)
-            host.touch(self._keys.blob[: self._done * 16])
+            self._untold += self._keys.blob[(self._done - result.chunks + told) * 16 : self._done * 16]
 
     def from_ticket(self, ticket: Ticket) -> None:
         """The nodes that the ticket names, waiting for what is still being written."""

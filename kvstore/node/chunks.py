@@ -208,6 +208,15 @@ class Chunk:
                 return True
         return False
 
+    def line(self) -> list[bytes]:
+        """Keys of this chunk and of all above it on this node, head first."""
+        keys: list[bytes] = []
+        chunk: Chunk | None = self
+        while chunk is not None:
+            keys.append(chunk.key)
+            chunk = chunk.parent
+        return keys[::-1]
+
     def children(self) -> Iterator[Chunk]:
         """Chunks of this node whose parent this is. Do not link or unlink while iterating."""
         child = self.first_child

@@ -175,6 +175,7 @@ class NodeCore:
             self.reservations.quarantine(attempt)
         for session in [s for s in self.sessions.values() if not s.shared and s.last_call_s + REMOTE_IDLE_S <= now]:
             self.process_gone(session.number)
+        self.pool.trim()  # what came from the SSD by a hint
 
     # --- verbs -------------------------------------------------------------------------------------------
 
@@ -266,14 +267,20 @@ class NodeCore:
         answer = self.resolve(session, keys, rectangle)
         if not lease_ms:  # a probe: not counted, and no use
             return answer
-        self.use(keys.slice(0, answer.run), staged)
+        self.use(session, keys.slice(0, answer.run), staged)
         return self.lease(session, keys, answer, lease_ms, staged=staged)
 
-    def use(self, keys: Keys, staged: range = NOTHING_STAGED) -> None:
-        """These keys are read as one prefix. What was staged for this counts as used already."""
+    def use(self, session: int, keys: Keys, staged: range = NOTHING_STAGED) -> None:
+        """These keys are read as one prefix. What was staged for this counts as used already.
+
+        A same-host reader asks only for what follows its own finds, and tells of the use of those itself.
+        """
         chain = list(keys)
         self.pool.touch(chain[: staged.start] + chain[staged.stop :])
         if staged:
+            first = self.pool.forest.get(chain[0])
+            if self.session(session).shared and first is not None:
+                chain = [*first.line(), *chain[1:]]
             self.pool.order(chain, self.pool.spaces[keys.namespace_id])
 
     def lease(
@@ -293,6 +300,8 @@ class NodeCore:
             counts[f"acquire_miss_tokens_{answer.reason.value}"] += keys.token_count - tokens
         leaf = self.pool.forest.get(keys[answer.run - 1]) if answer.run else None
         lease = 0 if leaf is None else self.holds.lease(session, leaf, self._clock() + lease_ms / 1000)
+        if staged:
+            self.pool.trim()
         return replace(answer, lease=lease, lease_ms=lease_ms if lease else 0, ssd_tokens=staged_tokens)
 
     def present_run(self, session: int, keys: Keys, rectangle: Rectangle) -> int:

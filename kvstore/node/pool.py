@@ -277,6 +277,11 @@ class Pool:
         for tier in self.tiers:
             tier.order(keys, space.group)
 
+    def order_on_ssd(self, last: Chunk) -> None:
+        """Chunks up to this one came onto the SSD one by one: order them, with what is above them, as one prefix."""
+        if self.ssd is not None:
+            self.ssd.order(last.line(), last.space.group)
+
     # --- leaving -----------------------------------------------------------------------------------------
 
     def remove(self, chunk: Chunk, reason: str = "removed") -> None:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from kvstore.errors import CapacityExhausted, KvStoreError, LimitExceeded
@@ -272,6 +273,7 @@ class Saver:
     async def _end(self, moves: Sequence[Move]) -> int:
         """Tell the pool what has arrived. Returns how many shards."""
         saved, pool = 0, self._pool
+        arrived: dict[Chunk, None] = {}
         for number, move in enumerate(moves, 1):
             if not number % STEP_CHUNKS:
                 await asyncio.sleep(0)
@@ -280,6 +282,7 @@ class Saver:
             with_parent = chunk.parent is None or bool(chunk.parent.ssd)
             if error is None and self._stands(move) and with_parent and not chunk.is_orphan:
                 pool.save(chunk, move.shard, move.ssd_slot, move.generation, move.table_hash)
+                arrived[chunk] = None
                 pool.counts["ssd_write_bytes"] += move.size_bytes
                 saved += 1
             elif isinstance(error, CapacityExhausted):
@@ -290,6 +293,9 @@ class Saver:
                     pool.to_save.pop(chunk, None)
             self._moving.remove(move.ssd_slot)
         self._tier.kept.clear()
+        for last in _ends(list(arrived)):
+            pool.order_on_ssd(last)
+            await asyncio.sleep(0)
         for error in {type(move.error): move.error for move in moves if move.error is not None}.values():
             self._after(error)
         return saved
@@ -334,6 +340,11 @@ class Saver:
         slots = [*owned, *self._moving, *self._pool.removed_slots, *self._unbacked]
         assert sorted(slots) == sorted(self._allocator.used_slots()), "an SSD slot is used by nobody, or by two"
         assert self.begun or not (self._moving or self._tier.kept), "a write that nobody does"
+
+
+def _ends(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The last chunk of each run in which every chunk is the child of the one before."""
+    return [chunk for chunk, after in zip_longest(chunks, chunks[1:]) if after is None or after.parent is not chunk]
 
 
 def _stored(space: KnownNamespace) -> StoredNamespace:

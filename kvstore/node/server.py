@@ -198,7 +198,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         answer = AcquireAnswer(run, places, 0, 0, reason, self._core.info.epoch, more)
         if not lease_ms:
             return answer
-        self._core.use(keys.slice(0, run), staged)
+        self._core.use(session, keys.slice(0, run), staged)
         return self._core.lease(session, keys, answer, lease_ms, staged=staged)
 
     async def _wait_for(self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any) -> None:

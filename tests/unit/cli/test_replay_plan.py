@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.analytics.trace import Request
 from kvstore.cli import main
-from kvstore.cli.replay import SPARE_BYTES, _Plan, ssd_file_bytes
+from kvstore.cli.replay import SPARE_BYTES, _Plan
+from kvstore.node.slots import ssd_file_bytes
 
 SLOT = 8192
 ROUNDS = [(1, 2), (3, 4), (5,), (1, 2), (3, 4)]

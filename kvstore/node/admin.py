@@ -203,6 +203,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def _broken(self, shard: SampledShard, repair: bool) -> admin_pb2.Finding:
         """The finding; with `repair` the chunk goes, with all below it, which is of no use without it."""
         text = f"the bytes of chunk {shard.key.hex()}, {shard.rectangle}, differ from their checksums"
+        self._core.pool.counts["dram_checksum_failures"] += 1
         if repair:
             removed = await _in_steps(self._operations.remove([shard.key], "broken"))
             text += f"; {removed} chunks removed (it and all below it)"

@@ -44,7 +44,7 @@ class KnownNamespace:
         """For each geometry, the shards that make a chunk covered on this node."""
         self.group = 0
         """Its quota group: 0 shares the rest of the tiers with all others of 0."""
-        self.evicted_chunks = self.dram_hit_tokens = self.ssd_hit_tokens = 0
+        self.evicted_chunks = self.dram_hit_tokens = self.ssd_hit_tokens = self.touched_tokens = 0
         self.written_here: dict[int, set[int]] = {}
         """Geometry digest -> numbers of its rectangles that writers store on this node."""
         self._covers: dict[Rectangle, list[tuple[int, ...]]] = {}

@@ -32,6 +32,7 @@ from kvstore.node import (
 from kvstore.node.admission import Admission
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.chunks import Chunk, KnownNamespace
+from kvstore.node.figures import tier_figures
 from kvstore.node.holds import Holds
 from kvstore.node.news import News
 from kvstore.node.pool import Pool
@@ -295,14 +296,20 @@ class NodeCore:
         counts["acquired_ssd_tokens"] += staged_tokens
         space.ssd_hit_tokens += staged_tokens
         space.dram_hit_tokens += tokens - staged_tokens
-        if answer.reason is not None:
-            counts[f"acquire_miss_{answer.reason.value}"] += 1
-            counts[f"acquire_miss_tokens_{answer.reason.value}"] += keys.token_count - tokens
+        self.pool.used_spaces.add(space)
+        self.count_miss(keys, answer)
         leaf = self.pool.forest.get(keys[answer.run - 1]) if answer.run else None
         lease = 0 if leaf is None else self.holds.lease(session, leaf, self._clock() + lease_ms / 1000)
         if staged:
             self.pool.trim()
         return replace(answer, lease=lease, lease_ms=lease_ms if lease else 0, ssd_tokens=staged_tokens)
+
+    def count_miss(self, keys: Keys, answer: AcquireAnswer) -> None:
+        """Count what a read of these keys did not get, if the answer says why."""
+        if answer.reason is not None:
+            self.pool.counts[f"acquire_miss_{answer.reason.value}"] += 1
+            missed_tokens = keys.token_count - keys.tokens_of_first(answer.run)
+            self.pool.counts[f"acquire_miss_tokens_{answer.reason.value}"] += missed_tokens
 
     def present_run(self, session: int, keys: Keys, rectangle: Rectangle) -> int:
         """Leading chunks that are on this node, on whatever tier. Keeps nothing."""
@@ -389,7 +396,13 @@ class NodeCore:
     def touch(self, session: int, keys: Sequence[bytes]) -> None:
         """A same-host reader used these keys as one prefix, head first."""
         self.session(session)
-        self.pool.touch(keys)
+        tokens = self.pool.touch(keys)
+        chunks = self.pool.forest.chunks
+        first = next((chunks[key] for key in keys if key in chunks), None)
+        if first is not None:
+            first.space.touched_tokens += tokens
+            self.pool.counts["touched_tokens"] += tokens
+            self.pool.used_spaces.add(first.space)
 
     def order(self, session: int, keys: Keys) -> None:
         """These keys were used or stored as one prefix, in several parts: order them as one. Not another use."""
@@ -426,15 +439,12 @@ class NodeCore:
         self.pool.counts["unpinned_for_room"] += self.holds.pin(ticket_id, chunks, _bytes_of, expires)
 
     def stats(self) -> dict[str, int]:
-        """Flat figures for people and dashboards."""
-        pool = self.pool
-        reserved = [grant.size_bytes for a in self.reservations.attempts.values() for grant in a.grants.values()]
-        quarantined = sum(
-            size
-            for session in self.sessions.values()
-            for slots in session.writer.quarantined.values()
-            for _, size in slots
-        )
+        """Flat figures for people and dashboards. Takes time in proportion to sessions and attempts, not to chunks."""
+        pool, writers = self.pool, [session.writer for session in self.sessions.values()]
+        reserved_slots = reserved_bytes = 0
+        for attempt in self.reservations.attempts.values():
+            reserved_slots += len(attempt.grants)
+            reserved_bytes += len(attempt.grants) * attempt.space.kinds[attempt.shard].slot_bytes
         return {
             "chunks": pool.chunk_count,
             "namespaces": len(pool.spaces),
@@ -444,9 +454,11 @@ class NodeCore:
             "used_bytes": pool.allocator.used_bytes,
             "free_bytes": pool.allocator.free_bytes,
             "largest_free_bytes": pool.allocator.largest_free_bytes,
-            "reserved_slots": len(reserved),
-            "reserved_bytes": sum(reserved),
-            "quarantined_bytes": quarantined,
+            "reserved_slots": reserved_slots,
+            "reserved_bytes": reserved_bytes,
+            "quarantined_slots": sum(len(slots) for writer in writers for slots in writer.quarantined.values()),
+            "quarantined_bytes": sum(writer.held_bytes for writer in writers) - reserved_bytes,
+            "reading_slots": len(self.own_slots),
             "leases": len(self.holds.leases),
             "tickets": len(self.holds.tickets),
             "pins": len(self.holds.named),
@@ -457,6 +469,7 @@ class NodeCore:
             "unsaved_chunks": len(pool.unsaved),
             "to_save_chunks": len(pool.to_save),
             "evictions": pool.counts["removed_evicted"],
+            **tier_figures(pool),
             **dict(sorted(pool.counts.items())),
         }
 

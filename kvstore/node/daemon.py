@@ -133,6 +133,7 @@ class NodeDaemon:
         self._index = index
         self._tasks: list[asyncio.Task[None]] = []
         self._publisher: Publisher | None = None
+        self._loop_lag_s = 0.0
 
     async def start(self) -> dict[str, Any]:
         """Bind everything; returns the announcement: addresses, node id, sizes."""
@@ -288,24 +289,26 @@ class NodeDaemon:
             self.core.on_commit()
 
     async def _tick(self) -> None:
-        exporter = Exporter()
+        exporter, clock = Exporter(self.core.pool), asyncio.get_running_loop().time
         while True:
+            due_s = clock() + TICK_S
             await asyncio.sleep(TICK_S)
+            self._loop_lag_s = max(0.0, clock() - due_s)
             self.core.tick()
             self._operations.tick()
             if self._former is not None:
                 self._former.poll()
-            lag_ms = self._publisher.loop_lag_ms if self._publisher else 0.0
-            exporter.export(self.core.stats(), lag_ms, self._tcp.payload_bytes_sent)
+            figures = {**self.core.stats(), **self._more_stats()}
+            exporter.export(figures, self._loop_lag_s, self._tcp.drain_send_seconds())
 
     def _more_stats(self) -> dict[str, Any]:
-        lag = self._publisher.loop_lag_ms if self._publisher else 0.0
         return {
             "tcp_connections": self._tcp.connection_count,
             "tcp_payload_bytes_sent": self._tcp.payload_bytes_sent,
-            "loop_lag_ms": round(lag, 3),
+            "loop_lag_ms": round(self._loop_lag_s * 1000, 3),
             "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
             "populated_bytes": self._memory.arena.populated_bytes,
+            **(self.tiers.figures() if self.tiers is not None else {}),
             **self._start_stats(),
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ RUN_SLOTS = 256
 """Slots of one system call; the kernel takes 1,024 pieces."""
 
 Bytes = npt.NDArray[np.uint8]
+Fail = Callable[[KvStoreError, str], None]
+"""Takes the tier out of service for an error of the disk; "read" or "write"."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +53,7 @@ class Move:
     memory: Bytes | None = None
     error: KvStoreError | None = field(default=None)
     is_right: bool = True
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class Disk:

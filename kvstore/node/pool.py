@@ -25,12 +25,15 @@ from kvstore.node.catalog import CatalogWriter, EntryValue, age_of
 from kvstore.node.chunks import Chunk, Copy, Forest, KnownNamespace
 from kvstore.node.slots import SlotAllocator
 from kvstore.node.tier import Tier
+from kvstore.tally import Tally
 
 TOKENS_LIMIT = (1 << 16) - 1
 """Most tokens of a chunk: an entry of the catalog has two bytes for them."""
 READ_BACK_SHARE = 1 / 16
 """Part of the DRAM that writers leave free for chunks that come back from the SSD."""
 _READ_BACK_SLOTS = 4
+TIMED_PATHS = ("ssd_read", "ssd_write", "grpc_put", "grpc_get")
+"""Ways of bytes that the node's own loop sees end: a shard, a batch of shards, a chunk, a chunk."""
 _SCAN_LIMIT = 4096
 
 Publish = Callable[[EventKind, Chunk, int, TierName], None]
@@ -64,6 +67,10 @@ class Pool:
         self.forest = forest = Forest()
         self.spaces: dict[bytes, KnownNamespace] = {}
         self.counts: Counter[str] = Counter()
+        self.seconds = {path: Tally() for path in TIMED_PATHS}
+        """How long transfers took, by path, until somebody collects it."""
+        self.used_spaces: set[KnownNamespace] = set()
+        """Namespaces that were read from, until somebody collects them."""
         self.room_chunks = room_chunks
         self.dram = Tier(
             TierName.DRAM,
@@ -257,13 +264,14 @@ class Pool:
         for tier in self.tiers:
             tier.trim()
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """These keys were used as one prefix, head first."""
-        now_s, chunk = self._clock(), None
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """These keys were used as one prefix, head first. Returns the tokens of those that are here."""
+        now_s, chunk, tokens = self._clock(), None, 0
         for key in keys:
             found = self.forest.chunks.get(key)
             if found is not None:
                 chunk = found
+                tokens += chunk.token_count
                 chunk.used_s = now_s
                 chunk.uses += 1
                 if self.unsaved and chunk in self.unsaved and self._admission.wants(chunk):
@@ -271,6 +279,7 @@ class Pool:
         if chunk is not None:
             for tier in self.tiers:
                 tier.touch(keys, chunk.space.group)
+        return tokens
 
     def order(self, keys: Sequence[bytes], space: KnownNamespace) -> None:
         """These keys form one prefix, head first, part of which was just stored. Not a use of the rest."""

@@ -14,13 +14,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.errors import KvStoreError
 from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
-from kvstore.node.disk import Disk, Move
+from kvstore.node.disk import Disk, Fail, Move
 from kvstore.node.pool import SlotState
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class ReadBack:
     """Used on the node's event loop. `fail` takes the tier out of service; `has_failed` tells whether it is."""
 
     def __init__(
-        self, core: NodeCore, disk: Disk, fail: Callable[[KvStoreError], None], has_failed: Callable[[], bool]
+        self, core: NodeCore, disk: Disk, fail: Fail, has_failed: Callable[[], bool]
     ) -> None:
         self.holds = core.holds
         self._own_slots = core.own_slots
@@ -132,8 +131,10 @@ class ReadBack:
         move = Move(chunk, shard, 0, copy.slot, copy.size_bytes, copy.table_hash, source=copy)
         await self._disk.verify(move)
         if move.error is not None:
-            self._fail(move.error)
-        return move.error is None and not move.is_right and chunk.ssd.get(shard) is copy
+            self._fail(move.error, "read")
+        broken = move.error is None and not move.is_right and chunk.ssd.get(shard) is copy
+        self._pool.counts["ssd_checksum_failures"] += broken
+        return broken
 
     def drop_broken(self, chunk: Chunk) -> None:
         """The chunk's SSD copies are gone, and all below it that needs them there."""
@@ -170,14 +171,16 @@ class ReadBack:
         self.holds.let(chunk)
         stands = pool.forest.get(chunk.key) is chunk and chunk.ssd.get(move.shard) is move.source
         reason = None
+        if move.error is None:
+            pool.counts["ssd_read_bytes"] += move.size_bytes
+            pool.seconds["ssd_read"].add(time.monotonic() - move.began_s)
         if stands and move.error is None and move.is_right and move.shard not in chunk.copies:
             pool.promote(chunk, move.shard, move.slot, move.table_hash)
-            pool.counts["ssd_read_bytes"] += move.size_bytes
         else:
             pool.free_slot(move.slot)
         if move.error is not None:
             reason = MissReason.TIER_FAILED
-            self._fail(move.error)
+            self._fail(move.error, "read")
         elif not stands:
             reason = MissReason.ABSENT
         elif not move.is_right:

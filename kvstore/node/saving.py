@@ -26,7 +26,7 @@ from kvstore.model.prefix import Keys
 from kvstore.node.arena.ssd_format import ExtentPlace, SlotHeader, StoredNamespace
 from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.core import NodeCore
-from kvstore.node.disk import Disk, Move
+from kvstore.node.disk import Disk, Fail, Move
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Saver:
     """Used on the node's event loop. `fail` takes the tier out of service; `has_failed` tells whether it is."""
 
     def __init__(
-        self, core: NodeCore, disk: Disk, fail: Callable[[KvStoreError], None], has_failed: Callable[[], bool]
+        self, core: NodeCore, disk: Disk, fail: Fail, has_failed: Callable[[], bool]
     ) -> None:
         assert core.pool.ssd is not None
         self._core = core
@@ -72,6 +72,11 @@ class Saver:
         """What the file describes already: its namespaces, in their order; and the extents that are in use."""
         self._spaces = {space.id: space for space in spaces}
         self._formatted = {ExtentPlace(*extent) for extent in self._allocator.extents()}
+
+    @property
+    def is_full(self) -> bool:
+        """True if the disk had no room for slots that were never written."""
+        return self._allocator.only_used_before
 
     def wake(self) -> None:
         """Something was committed or removed."""
@@ -123,7 +128,7 @@ class Saver:
         try:
             await self._disk.run(self._disk.arena.sync)
         except KvStoreError as exc:
-            self._fail(exc)
+            self._fail(exc, "write")
         return not self._has_failed()
 
     async def forget_removed(self) -> None:
@@ -141,7 +146,7 @@ class Saver:
                 await self._disk.run(self._disk.arena.write_headers, [(slot, None) for slot in stale])
                 await self._disk.run(self._disk.arena.sync)
             except KvStoreError as exc:
-                self._fail(exc)
+                self._fail(exc, "write")
                 return
             del self._pool.removed_slots[: len(slots)]  # others may have come behind them
             for slot in slots:
@@ -186,8 +191,11 @@ class Saver:
         """Save these chunks, ancestors first. True if at least one shard reached the SSD. Must not be cancelled."""
         async with self.lock:
             moves = await self._begin(chunks)
-            if moves:
-                await self._write(moves)
+            if not moves:
+                return False
+            began_s = time.monotonic()
+            await self._write(moves)
+            self._pool.seconds["ssd_write"].add(time.monotonic() - began_s)
             return await self._end(moves) > 0
 
     async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
@@ -302,7 +310,7 @@ class Saver:
 
     def _after(self, error: KvStoreError) -> None:
         if isinstance(error, CapacityExhausted):
-            if not self._allocator.only_used_before:
+            if not self.is_full:
                 logger.warning("%s; the node goes on with the slots that it has there", error)
             self._allocator.only_used_before = True
             self._full_until_s = time.monotonic() + FULL_PAUSE_S
@@ -310,10 +318,10 @@ class Saver:
         elif isinstance(error, LimitExceeded):
             logger.warning("not saved: %s", error)
         else:
-            self._fail(error)
+            self._fail(error, "write")
 
     def _try_fresh_slots(self) -> None:
-        if self._allocator.only_used_before and time.monotonic() >= self._full_until_s:
+        if self.is_full and time.monotonic() >= self._full_until_s:
             self._allocator.only_used_before = False
             for slot in self._unbacked:
                 self._allocator.release(slot)

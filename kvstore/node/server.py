@@ -16,8 +16,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from kvstore import metrics
-from kvstore.errors import InvalidRequest, KvStoreError, LimitExceeded, NotFound, Unauthorized
+from kvstore.errors import InvalidRequest, LimitExceeded, NotFound, Unauthorized
 from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -35,6 +34,7 @@ from kvstore.node.messages import STREAM_LIMIT_S
 from kvstore.node.streams import PageStreams, next_part
 from kvstore.node.tiers import TierStack
 from kvstore.rpc import handshake, wire
+from kvstore.rpc.counting import counted
 from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
 
 WAIT_LIMIT_MS = 10_000
@@ -143,6 +143,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             answer = await self._acquire_in_steps(request.session, keys, rectangle, request.lease_ms, staged)
         if answer.more and reason is not None:
             answer = replace(answer, more=False, reason=reason)
+            self._core.count_miss(keys, answer)
         if len(keys) <= STEP_CHUNKS:
             return messages.acquire_to_message(answer)
         return await asyncio.to_thread(messages.acquire_to_message, answer)
@@ -331,19 +332,12 @@ class SessionVerbs:
     async def __call__(self, session: int, verb: str, body: bytes) -> bytes:
         """See `kvstore.node.sessions.Serve`. The socket, not the message, says whose session it is."""
         method, request_type = self._verbs[verb]
-        began, code = time.monotonic(), "OK"
-        try:
-            request = request_type.FromString(body)
+        with counted("NodeService", verb, "socket"):
+            try:
+                request = request_type.FromString(body)
+            except DecodeError as exc:
+                raise InvalidRequest(f"{verb}: not a request message: {exc}") from exc
             if request.session != session:
                 raise Unauthorized("a session's socket serves only its own session")
             response: bytes = (await method(request, None)).SerializeToString()
             return response
-        except DecodeError as exc:
-            code = "INVALID_ARGUMENT"
-            raise InvalidRequest(f"{verb}: not a request message: {exc}") from exc
-        except KvStoreError as exc:
-            code = wire.status_of(exc)[0].name
-            raise
-        finally:
-            metrics.REQUESTS.labels(verb, code).inc()
-            metrics.REQUEST_SECONDS.labels(verb).observe(time.monotonic() - began)

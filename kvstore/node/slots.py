@@ -9,6 +9,7 @@ An empty extent goes back to the free space and may serve another class. Slots a
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -84,7 +85,9 @@ class SlotAllocator:
         self._extents: dict[int, Extent] = {}
         self._starts: list[int] = []
         self._by_class: dict[int, list[Extent]] = {}
-        self.used_bytes = 0
+        self._free_slots: Counter[int] = Counter()
+        """Class -> free slots of its extents: figures must not cost a walk through them."""
+        self.used_bytes = self.used_count = 0
 
     def adopt(self, slots: Iterable[tuple[int, int]]) -> None:
         """Take up slots (unit, class in bytes) that are in use in an arena which another allocator cut.
@@ -123,6 +126,8 @@ class SlotAllocator:
         bisect.insort(self._starts, extent.start)
         self._by_class.setdefault(size, []).append(extent)
         self.used_bytes += len(extent.used) * size
+        self.used_count += len(extent.used)
+        self._free_slots[size] += extent.slot_count - len(extent.used)
 
     def restore(self, extents: Iterable[tuple[int, int, int]], slots: Iterable[int]) -> list[int]:
         """Take up extents (start, stop, class in bytes) as they were cut before, with the slots that are in use.
@@ -138,6 +143,7 @@ class SlotAllocator:
             end = stop
             extent = Extent(start, stop, size, self._header_bytes)
             extent.fresh = extent.slot_count  # whatever lies there was written once
+            self._free_slots[size] += extent.slot_count
             self._extents[start] = extent
             self._starts.append(start)
             self._by_class.setdefault(size, []).append(extent)
@@ -161,9 +167,14 @@ class SlotAllocator:
         index, rest = divmod(offset - extent.first, extent.slot_bytes)
         if rest or not 0 <= index < extent.slot_count or offset in extent.used:
             return False
+        self._count_used(extent, offset)
+        return True
+
+    def _count_used(self, extent: Extent, offset: int) -> None:
         extent.used.add(offset)
         self.used_bytes += extent.slot_bytes
-        return True
+        self.used_count += 1
+        self._free_slots[extent.slot_bytes] -= 1
 
     def extents(self) -> list[tuple[int, int, int]]:
         """(start, stop, class in bytes) of each extent."""
@@ -198,8 +209,7 @@ class SlotAllocator:
                 if self.only_used_before:
                     return
                 extent.fresh += 1
-            extent.used.add(offset)
-            self.used_bytes += extent.slot_bytes
+            self._count_used(extent, offset)
             taken.append(offset // UNIT_BYTES)
 
     def release(self, slot: int) -> None:
@@ -208,6 +218,8 @@ class SlotAllocator:
         offset = slot * UNIT_BYTES
         extent.used.remove(offset)
         self.used_bytes -= extent.slot_bytes
+        self.used_count -= 1
+        self._free_slots[extent.slot_bytes] += 1
         extent.free.append(offset)
         if not extent.used:
             self._drop_extent(extent)
@@ -230,12 +242,12 @@ class SlotAllocator:
     def largest_free_bytes(self) -> int:
         """The largest slot that could be had now without evicting: a run outside of extents, or a free slot of one."""
         runs = [min(stop, self.open_until) - start for start, stop in self._regions]
-        slots = (
-            size
-            for size, extents in self._by_class.items()
-            if any(extent.free or extent.fresh < extent.slot_count for extent in extents)
-        )
-        return max([0, *runs, *slots])
+        return max([0, *runs, *(size for size, count in self._free_slots.items() if count)])
+
+    @property
+    def free_slot_count(self) -> int:
+        """Slots of extents that are cut and not in use; the rest of the arena is not cut into slots yet."""
+        return sum(self._free_slots.values())
 
     def _extent_bytes(self, size: int) -> int:
         # A small arena has small extents: else the first class would own all of it, and a second one could only get
@@ -275,6 +287,7 @@ class SlotAllocator:
         self._regions[place : place + 1] = [(cut, stop)] if cut < stop else []
         extent = Extent(start, cut, size, self._header_bytes)
         self.cuts += 1
+        self._free_slots[size] += extent.slot_count
         self._extents[start] = extent
         bisect.insort(self._starts, start)
         self._by_class.setdefault(size, []).append(extent)
@@ -282,6 +295,7 @@ class SlotAllocator:
 
     def _drop_extent(self, extent: Extent) -> None:
         self._by_class[extent.slot_bytes].remove(extent)
+        self._free_slots[extent.slot_bytes] -= extent.slot_count
         del self._extents[extent.start]
         self.cuts += 1
         self._starts.remove(extent.start)
@@ -309,6 +323,11 @@ class SlotAllocator:
             assert extent.first + extent.slot_count * extent.slot_bytes <= extent.stop
             assert extent.used and extent.fresh <= extent.slot_count
         assert self.used_bytes == sum(len(e.used) * e.slot_bytes for e in self._extents.values())
+        assert self.used_count == sum(len(e.used) for e in self._extents.values())
+        free: Counter[int] = Counter()
+        for extent in self._extents.values():
+            free[extent.slot_bytes] += extent.slot_count - len(extent.used)
+        assert +free == +self._free_slots and not -self._free_slots, "free slots"
 
 
 def _slots_in(length: int, size: int, header_bytes: int) -> int:

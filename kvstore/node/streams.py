@@ -191,7 +191,8 @@ class _Put:
     async def _chunk(self, attempt: int, index: int) -> Outcome:
         """Take the messages of one chunk, into its slot where there is one; COMMITTED or why not."""
         self._core.renew(self._session)
-        ends_s = asyncio.get_running_loop().time() + CHUNK_LIMIT_S
+        began_s = asyncio.get_running_loop().time()
+        ends_s = began_s + CHUNK_LIMIT_S
         digest, received = xxhash.xxh3_64(), 0
         while True:
             part = await next_part(self._parts, ends_s - asyncio.get_running_loop().time())
@@ -208,7 +209,11 @@ class _Put:
                     raise LayoutMismatch(f"put: a chunk of this shard has {self._payload_bytes} bytes, not {received}")
                 if digest.intdigest() != part.payload_hash:
                     raise InvalidRequest("put: the payload does not match its hash; this chunk was not stored")
-                return await self._commit(attempt, index)
+                outcome = await self._commit(attempt, index)
+                pool = self._core.pool
+                pool.counts["put_bytes"] += received
+                pool.seconds["grpc_put"].add(asyncio.get_running_loop().time() - began_s)
+                return outcome
             else:
                 raise InvalidRequest("put: expected data or payload_hash")
 
@@ -265,7 +270,7 @@ class _Get:
         self._keys = keys
         self._rectangle = rectangle
         self._stage = stage
-        self._delivered = 0
+        self._delivered = self._asked = 0
         self._reason: MissReason | None = None
 
     @property
@@ -280,16 +285,20 @@ class _Get:
         size = layout.payload_bytes(self._rectangle)
         while not self._ended:
             window = self._keys.slice(self._delivered, self._delivered + WINDOW_CHUNKS)
+            self._asked = self._delivered + len(window)
             answer = await self._acquire(window)
             try:
                 for places in _by_chunk(answer.places, answer.run):
                     core.session(self._session)  # a reader that is being served is not idle
+                    began_s = time.monotonic()
                     chunk = StoredChunk(self._memory, layout, self._rectangle, places, PIECE_BYTES)
                     digest = await _off_loop(chunk.digest, size)
                     for message in self._messages_of(chunk, digest, size):
                         yield message
                     if self._reason is not None:
                         break
+                    core.pool.seconds["grpc_get"].add(time.monotonic() - began_s)
+                    core.pool.counts["get_bytes"] += size
                 else:
                     self._reason = answer.reason
             finally:
@@ -309,6 +318,7 @@ class _Get:
         answer = self._core.acquire(self._session, window, self._rectangle, LEASE_MS, staged=range(staged))
         if answer.more and not answer.run:
             answer = replace(answer, reason=reason or MissReason.DEADLINE)
+            self._core.count_miss(window, answer)
         return answer
 
     def _messages_of(self, chunk: StoredChunk, digest: int | None, size: int) -> Iterator[node_pb2.GetResponse]:
@@ -318,6 +328,7 @@ class _Get:
             return
         if digest is None:
             self._reason = MissReason.CHECKSUM
+            self._core.pool.counts["dram_checksum_failures"] += 1
             return
         yield node_pb2.GetResponse(
             head=node_pb2.GetHead(index=self._delivered, payload_bytes=size, payload_hash=digest)
@@ -339,6 +350,8 @@ class _Get:
         counts["get_chunks"] += self._delivered
         if self._reason is not None:
             counts[f"get_misses_{self._reason.value}"] += 1
+            never_asked = self._keys.token_count - self._keys.tokens_of_first(self._asked)
+            counts[f"acquire_miss_tokens_{self._reason.value}"] += never_asked
         if self._delivered > WINDOW_CHUNKS:
             self._core.order(self._session, self._keys.slice(0, self._delivered))
 

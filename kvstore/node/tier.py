@@ -20,6 +20,7 @@ from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.chunks import Chunk, Copy, Forest
 from kvstore.node.eviction import EvictionPolicy, make_policy
 from kvstore.node.slots import SlotAllocator
+from kvstore.tally import AGE_EDGES_S, Tally
 
 UNCOVERED_GRACE_S = 60.0
 _SCAN_LIMIT = 20_000
@@ -61,7 +62,8 @@ class Tier:
         self.bounds: dict[int, Bounds] = {}
         self.kept: set[Chunk] = set()
         """Chunks that may not leave this tier just now (the parents of what is being written to it)."""
-        self.ages: list[float] = []
+        self.evicted_count = 0
+        self.ages = Tally(AGE_EDGES_S)
         """Seconds since the last use of each chunk that was evicted, until somebody collects them."""
         self._is_dram = name is TierName.DRAM
         self._forest = forest
@@ -70,6 +72,11 @@ class Tier:
         self._room_chunks = room_chunks
         self._policies: dict[tuple[int, int], EvictionPolicy] = {}
         self._owners: dict[int, Chunk] = {}
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of committed shards."""
+        return len(self._owners)
 
     def copies(self, chunk: Chunk) -> dict[int, Copy]:
         """The chunk's shards on this tier."""
@@ -214,7 +221,8 @@ class Tier:
         now_s = self._clock()
         for chunk in victims:
             if self.copies(chunk):  # it may have gone with an earlier one
-                self.ages.append(now_s - chunk.used_s)
+                self.evicted_count += 1
+                self.ages.add(now_s - chunk.used_s)
                 self._let_go(chunk)
 
     def _useless(self, size: int, count: int) -> dict[Chunk, None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import time
 from collections.abc import Sequence
@@ -28,6 +29,14 @@ STEP_CHUNKS = 256
 """Chunks that one turn of the event loop drops: a few milliseconds."""
 STOP_SAVING_S = 10.0
 """At an orderly end, time to save what is only in DRAM."""
+
+
+class SsdState(enum.IntEnum):
+    """How the SSD tier does. FULL: the disk had no room; slots that were written before are used on."""
+
+    IN_SERVICE = 0
+    FULL = 1
+    FAILED = 2
 
 
 class TierStack:
@@ -49,6 +58,17 @@ class TierStack:
         self.drop_broken = self._read_back.drop_broken
         self.persist = self._saver.persist
         self.forget_removed = self._saver.forget_removed
+
+    @property
+    def state(self) -> SsdState:
+        """How the tier does."""
+        if self.failed is not None:
+            return SsdState.FAILED
+        return SsdState.FULL if self._saver.is_full else SsdState.IN_SERVICE
+
+    def figures(self) -> dict[str, int]:
+        """What only the tier itself knows, for the node's figures."""
+        return {"ssd_state": int(self.state), "ssd_direct": int(self._disk.arena.direct)}
 
     def take_up(self, spaces: Sequence[KnownNamespace]) -> None:
         """See `Saver.take_up`; after the recovery, before `start`."""
@@ -86,8 +106,12 @@ class TierStack:
                 task.cancel()
             await asyncio.gather(*self._saver.begun, return_exceptions=True)
 
-    def fail(self, error: KvStoreError) -> None:
-        """Out of service: nothing is read or written any more, and what was there is forgotten in small steps."""
+    def fail(self, error: KvStoreError, kind: str) -> None:
+        """Out of service: nothing is read or written any more, and what was there is forgotten in small steps.
+
+        `kind`: read or write.
+        """
+        self._pool.counts[f"ssd_errors_{kind}"] += 1
         if self.failed is not None:
             return
         self.failed = error

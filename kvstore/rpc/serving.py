@@ -7,21 +7,20 @@ INTERNAL. The guard below is the outermost handler, the one place that catches `
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore import metrics
 from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError
 from kvstore.rpc import wire
 from kvstore.rpc.channel import format_address, parse_address
+from kvstore.rpc.counting import counted
 
 logger = logging.getLogger(__name__)
 
@@ -179,21 +178,10 @@ def _stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]], name: str, need
     return guarded
 
 
-@contextlib.contextmanager
-def _counted(name: str, context: Any) -> Iterator[None]:
-    """Count a call under its method and status, with the time that it took."""
-    method, began, code = name.rpartition("/")[2], time.monotonic(), "OK"
-    try:
-        yield
-    except BaseException:
-        code = "CANCELLED"  # unless `abort` has set another one
-        raise
-    finally:
-        status = context.code()
-        if isinstance(status, grpc.StatusCode) and status is not grpc.StatusCode.OK:
-            code = status.name
-        metrics.REQUESTS.labels(method, code).inc()
-        metrics.REQUEST_SECONDS.labels(method).observe(time.monotonic() - began)
+def _counted(name: str, context: Any) -> AbstractContextManager[None]:
+    """Count the call of a full method name; its status is the one that `abort` has set."""
+    service, _, method = name.removeprefix("/").partition("/")
+    return counted(service.rpartition(".")[2], method, "grpc", context.code)
 
 
 def _check_deadline(context: Any, name: str, needed: bool) -> None:

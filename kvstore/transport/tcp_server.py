@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigurationError, InvalidRequest
+from kvstore.tally import Tally
 from kvstore.transport import SLOT_UNIT_BYTES
 from kvstore.transport.tcp import (
     ANSWER,
@@ -124,6 +125,7 @@ class TcpServer:
         self._lock = threading.Lock()
         self._peers: set[_Peer] = set()
         self._payload_bytes_sent = 0
+        self._send_seconds = Tally()
         self._stopping = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
         self._acceptor.start()
@@ -139,6 +141,11 @@ class TcpServer:
         """Payload bytes of all reads that were sent to their end."""
         with self._lock:
             return self._payload_bytes_sent
+
+    def drain_send_seconds(self) -> Tally:
+        """How long the reads took that were sent to their end since the last call."""
+        with self._lock:
+            return self._send_seconds.drain()
 
     def stop(self, deadline_s: float = 5.0) -> bool:
         """Close everything and wait for the threads. False if one was still running at the deadline. Idempotent."""
@@ -295,7 +302,7 @@ class TcpServer:
             _refuse(f"a range is empty or longer than the arena of {self._arena_bytes} bytes")
         if (offsets > self._arena_bytes - lengths).any():
             _refuse(f"a range does not lie in the arena of {self._arena_bytes} bytes")
-        payload_bytes = sum(lengths.tolist())
+        began_s, payload_bytes = time.monotonic(), sum(lengths.tolist())
         if payload_bytes > PAYLOAD_LIMIT_BYTES:
             _refuse(f"a read has at most {PAYLOAD_LIMIT_BYTES} bytes, not {payload_bytes}")
         # Corked, head and short ranges share segments; letting go of the cork pushes the last one.
@@ -313,6 +320,7 @@ class TcpServer:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
         with self._lock:
             self._payload_bytes_sent += payload_bytes
+            self._send_seconds.add(time.monotonic() - began_s)
         if self._after_payload is not None:
             self._after_payload()
 

@@ -34,9 +34,14 @@ def look(at_s: float, epoch: int = 1, **figures: float) -> Look:
 
 def test_counters_become_rates() -> None:
     before = look(10.0, acquired_tokens=100, evictions=5, acquire_miss_absent=1, tcp_payload_bytes_sent=1000)
+    # `acquire_miss_tokens_…` once showed as misses for a reason of that name.
     now = look(
         12.0,
         acquired_tokens=300,
+        acquired_ssd_tokens=60,
+        touched_tokens=10,
+        acquire_miss_tokens_collision=128,
+        ssd_read_bytes=4096,
         evictions=6,
         acquire_miss_absent=1,
         acquire_miss_collision=4,
@@ -46,11 +51,12 @@ def test_counters_become_rates() -> None:
     )
     row = frame("title", "a:1", before, now)
     assert (row["node"], row["address"], row["state"]) == ("n1", "a:1", "live")
-    assert row["hit_tokens_per_s"] == {"dram": 100.0}
+    assert row["hit_tokens_per_s"] == {"dram": 70.0, "ssd": 30.0}
+    assert (row["touched_tokens_per_s"], row["miss_tokens_per_s"]) == (5.0, {"collision": 64.0})
     assert row["misses_per_s"] == {"absent": 0.0, "collision": 2.0}
-    assert row["bytes_per_s"] == {"tcp": 2000.0}
+    assert row["bytes_per_s"] == {"ssd_read": 2048.0, "tcp": 2000.0}
     assert (row["evictions_per_s"], row["commits_per_s"]) == (0.5, 0.0)
-    assert (row["loop_lag_ms"], row["leases"], row["cleaner"]) == (0.5, 3, {})
+    assert (row["loop_lag_ms"], row["leases"], row["cleaner"], row["ssd"]) == (0.5, 3, {}, {})
 
 
 def test_c08_bytes_by_what_they_are_doing() -> None:
@@ -78,16 +84,21 @@ def test_c08_bytes_by_what_they_are_doing() -> None:
 )
 def test_without_an_earlier_look_at_the_same_start_there_are_no_rates(before: Look | None) -> None:
     row = frame("", "a:1", before, look(11.0, evictions=1))
-    assert row["evictions_per_s"] is None and row["hit_tokens_per_s"] == {"dram": None}
+    assert row["evictions_per_s"] is None and row["hit_tokens_per_s"] == {"dram": None, "ssd": None}
 
 
 def test_a_node_that_does_not_answer_is_away_and_one_that_is_emptied_says_so() -> None:
     assert frame("title", "a:1", None, None) == {"node": "title", "address": "a:1", "state": "away"}
     assert frame("title", "a:1", look(1.0), None)["node"] == "n1"
     assert frame("", "a:1", None, look(1.0, draining=1))["state"] == "draining"
-    figures = {"cleaner_waiting_chunks": 3, "ssd_hit_tokens": 5}
-    row = frame("", "a:1", None, look(1.0, **figures))
-    assert row["cleaner"] == {"waiting_chunks": 3} and set(row["hit_tokens_per_s"]) == {"dram", "ssd"}
+
+
+@pytest.mark.parametrize(("state", "text"), [(0, "in service"), (1, "full"), (2, "failed")])
+def test_the_ssd_tier_and_the_cleaner_show(state: int, text: str) -> None:
+    before = look(1.0, ssd_state=0, saves=4)
+    row = frame("", "a:1", before, look(3.0, ssd_state=state, ssd_used_bytes=7, saves=10, cleaner_waiting_chunks=3))
+    assert row["cleaner"] == {"waiting_chunks": 3}
+    assert (row["ssd"]["state"], row["ssd"]["used_bytes"], row["ssd"]["saves_per_s"]) == (text, 7, 3.0)
 
 
 # --- the view ------------------------------------------------------------------------------------------------

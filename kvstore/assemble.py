@@ -159,7 +159,8 @@ async def _start_metadata(settings: MetadataSettings, stack: contextlib.AsyncExi
 async def _start_router(settings: RouterSettings, metadata: str, stack: contextlib.AsyncExitStack) -> dict[str, Any]:
     router = await serve_router(settings.address, metadata, policy=settings.policy, insecure=settings.insecure)
     stack.push_async_callback(router.stop)
-    return {"role": "router", "control_address": router.address, "metadata_address": metadata}
+    facts = {"role": "router", "control_address": router.address, "metadata_address": metadata}
+    return {**facts, "metrics_address": metrics.serve_metrics(settings.metrics_address)}
 
 
 def _run(serve: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]) -> None:

@@ -262,6 +262,11 @@ class RouterSettings(Settings):
         default="127.0.0.1:7400",
         description="gRPC address to listen on. Port 0 takes a free one, which is printed at the start.",
     )
+    metrics_address: OptionalListenAddress = Field(
+        default="",
+        description="Prometheus address to listen on, plain HTTP; `up` serves the scheduler's figures with the node's. "
+        "Empty switches metrics off; port 0 takes a free one.",
+    )
     metadata_address: PeerAddress = Field(
         default="127.0.0.1:7410",
         description="Metadata service whose index the scheduler follows. Unreachable: it picks without hits.",
@@ -279,7 +284,7 @@ class RouterSettings(Settings):
 
     @model_validator(mode="after")
     def _check_reach(self) -> Self:
-        _check_listen(self, ("address",))
+        _check_listen(self, ("address", "metrics_address"))
         return self
 
 

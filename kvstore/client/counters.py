@@ -9,8 +9,8 @@ from kvstore.model.values import MissReason
 
 
 class Counters:
-    """Parts add up: hit tokens local + remote + miss tokens = tokens asked for. `hit_tokens_ssd` is the part of both
-    that lay on an SSD."""
+    """Parts add up: hit tokens local + remote + miss tokens = tokens asked for, and so do hit tokens dram + ssd + miss
+    tokens. The tier is the one on which the node had them when they were asked for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,6 +22,8 @@ class Counters:
         """One read ended."""
         with self._lock:
             self._counts["reads"] += 1
+            self._counts["asked_tokens"] += local_tokens + remote_tokens + missed_tokens
+            self._counts["hit_tokens_dram"] += local_tokens + remote_tokens - ssd_tokens
             self._counts["hit_tokens_local"] += local_tokens
             self._counts["hit_tokens_remote"] += remote_tokens
             self._counts["hit_tokens_ssd"] += ssd_tokens

@@ -188,6 +188,7 @@ class NodeDaemon:
             socket_path=socket_path,
         )
         self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings, ssd_allocator)
+        self._exporter = Exporter(core.pool)
         self._operations = operations = Operations(core, time.monotonic)
         if last_epoch:
             self._on_progress("recovering", 0, 0)
@@ -289,7 +290,7 @@ class NodeDaemon:
             self.core.on_commit()
 
     async def _tick(self) -> None:
-        exporter, clock = Exporter(self.core.pool), asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         while True:
             due_s = clock() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -298,8 +299,12 @@ class NodeDaemon:
             self._operations.tick()
             if self._former is not None:
                 self._former.poll()
-            figures = {**self.core.stats(), **self._more_stats()}
-            exporter.export(figures, self._loop_lag_s, self._tcp.drain_send_seconds())
+            self.export()
+
+    def export(self) -> None:
+        """Bring the metrics up to date, in the node's loop."""
+        figures = {**self.core.stats(), **self._more_stats()}
+        self._exporter.export(figures, self._loop_lag_s, self._tcp.drain_send_seconds())
 
     def _more_stats(self) -> dict[str, Any]:
         return {

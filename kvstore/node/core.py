@@ -258,18 +258,25 @@ class NodeCore:
         self.on_commit()
 
     def acquire(
-        self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int, *, staged: range = NOTHING_STAGED
+        self,
+        session: int,
+        keys: Keys,
+        rectangle: Rectangle,
+        lease_ms: int,
+        *,
+        staged: range = NOTHING_STAGED,
+        unstaged: MissReason | None = None,
     ) -> AcquireAnswer:
         """See NodeApi; without waiting and without reading from the SSD, which are the shell's.
 
         `more` tells that the chunk after the run is on the SSD. `staged`: places of those that were brought into DRAM
-        for this call.
+        for this call; `unstaged`: why not more of them.
         """
         answer = self.resolve(session, keys, rectangle)
         if not lease_ms:  # a probe: not counted, and no use
             return answer
         self.use(session, keys.slice(0, answer.run), staged)
-        return self.lease(session, keys, answer, lease_ms, staged=staged)
+        return self.lease(session, keys, answer, lease_ms, staged=staged, unstaged=unstaged)
 
     def use(self, session: int, keys: Keys, staged: range = NOTHING_STAGED) -> None:
         """These keys are read as one prefix. What was staged for this counts as used already.
@@ -285,9 +292,19 @@ class NodeCore:
             self.pool.order(chain, self.pool.spaces[keys.namespace_id])
 
     def lease(
-        self, session: int, keys: Keys, answer: AcquireAnswer, lease_ms: int, *, staged: range = NOTHING_STAGED
+        self,
+        session: int,
+        keys: Keys,
+        answer: AcquireAnswer,
+        lease_ms: int,
+        *,
+        staged: range = NOTHING_STAGED,
+        unstaged: MissReason | None = None,
     ) -> AcquireAnswer:
         """Lease and count what `resolve` found for these keys. Its last chunk may be gone again: then there is none."""
+        if unstaged is not None and answer.run <= staged.stop and answer.run < len(keys):
+            # What did not come may have been dropped for it: that it is absent now is not why it was missed.
+            answer = replace(answer, more=False, reason=unstaged)
         space, tokens = self.pool.spaces[keys.namespace_id], keys.tokens_of_first(answer.run)
         first, last = (min(edge, answer.run) for edge in (staged.start, staged.stop))
         staged_tokens = keys.tokens_of_first(last) - keys.tokens_of_first(first)

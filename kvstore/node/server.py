@@ -138,12 +138,11 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         if request.lease_ms and self._tiers is not None:
             staged, reason = await self._stage(self._tiers, request.session, keys, rectangle, context)
         if len(keys) <= STEP_CHUNKS:
-            answer = self._core.acquire(request.session, keys, rectangle, request.lease_ms, staged=staged)
+            answer = self._core.acquire(
+                request.session, keys, rectangle, request.lease_ms, staged=staged, unstaged=reason
+            )
         else:
-            answer = await self._acquire_in_steps(request.session, keys, rectangle, request.lease_ms, staged)
-        if answer.more and reason is not None:
-            answer = replace(answer, more=False, reason=reason)
-            self._core.count_miss(keys, answer)
+            answer = await self._acquire_in_steps(request.session, keys, rectangle, request.lease_ms, staged, reason)
         if len(keys) <= STEP_CHUNKS:
             return messages.acquire_to_message(answer)
         return await asyncio.to_thread(messages.acquire_to_message, answer)
@@ -182,7 +181,13 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         return None
 
     async def _acquire_in_steps(
-        self, session: int, keys: Keys, rectangle: Rectangle, lease_ms: int, staged: range
+        self,
+        session: int,
+        keys: Keys,
+        rectangle: Rectangle,
+        lease_ms: int,
+        staged: range,
+        unstaged: MissReason | None,
     ) -> AcquireAnswer:
         """As `NodeCore.acquire`, but others get their turn in between.
 
@@ -200,7 +205,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         if not lease_ms:
             return answer
         self._core.use(session, keys.slice(0, run), staged)
-        return self._core.lease(session, keys, answer, lease_ms, staged=staged)
+        return self._core.lease(session, keys, answer, lease_ms, staged=staged, unstaged=unstaged)
 
     async def _wait_for(self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any) -> None:
         """Until all keys are there, or the run has not grown for `wait_s`, or the call's time is nearly up.

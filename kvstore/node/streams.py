@@ -315,9 +315,12 @@ class _Get:
         if answer.more and not run and self._stage is not None:
             ends_s = time.monotonic() + STAGE_LIMIT_S
             staged, reason = await self._stage(window, self._rectangle, 0, ends_s)
-        answer = self._core.acquire(self._session, window, self._rectangle, LEASE_MS, staged=range(staged))
+        unstaged = None if staged else reason  # with what came it goes on, and asks anew for the rest
+        answer = self._core.acquire(
+            self._session, window, self._rectangle, LEASE_MS, staged=range(staged), unstaged=unstaged
+        )
         if answer.more and not answer.run:
-            answer = replace(answer, reason=reason or MissReason.DEADLINE)
+            answer = replace(answer, reason=MissReason.DEADLINE)
             self._core.count_miss(window, answer)
         return answer
 

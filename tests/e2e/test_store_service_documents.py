@@ -1,4 +1,4 @@
-"""docs/store-service.md and docs/metrics.md against the code: example, limits, names."""
+"""docs/store-service.md against the code: example, limits, names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import foreign_store_client as foreign
-import numpy as np
 import pytest
 import xxhash
 
-from kvstore.client import Client
 from kvstore.model.layout import CHUNK_BYTES_LIMIT, GEOMETRY_RECTANGLES_LIMIT, Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import SECRET_LIMIT_BYTES, Extra, ExtraKind, KeyChain
@@ -23,7 +21,6 @@ from kvstore.rpc import serving, wire
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SERVICE = (ROOT / "docs" / "store-service.md").read_text()
-METRICS = (ROOT / "docs" / "metrics.md").read_text()
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
@@ -115,49 +112,3 @@ def test_end_reasons() -> None:
     section = SERVICE.split("## Get\n", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"`([a-z_]+)`", section)) & {reason.value for reason in MissReason}
     assert named == {"absent", "not_covered", "in_progress", "collision", "checksum", "fence"}
-
-
-def counters() -> set[str]:
-    """Names of all counters in the node's sources, reasons and outcomes filled in."""
-    text = "".join(path.read_text() for path in sorted((ROOT / "kvstore" / "node").rglob("*.py")))
-    names = set(re.findall(r'counts\[f?"([^"]+)"\]', text))
-    filled = {
-        "reserve_{outcome.name.lower()}": [f"reserve_{outcome.name.lower()}" for outcome in Outcome],
-        "removed_{reason}": [f"removed_{reason}" for reason in re.findall(r'pool\.remove\(\w+, "(\w+)"\)', text)]
-        + ["removed_evicted"],
-        "get_misses_{self._reason.value}": [f"get_misses_{reason.value}" for reason in MissReason],
-    }
-    return {each for name in names for each in filled.get(name, [name])}
-
-
-def documented(name: str) -> bool:
-    listed = {part for row in rows(METRICS, "Stats of a node") for part in re.findall(r"`([a-z_<>]+)`", row[0])}
-    prefixes = {part.partition("<")[0] for part in listed if "<" in part}
-    return name in listed or any(name.startswith(prefix) for prefix in prefixes)
-
-
-def test_every_counter_is_documented() -> None:
-    assert len(counters()) > 20
-    assert sorted(name for name in counters() if not documented(name)) == []
-
-
-def test_an_undocumented_name_would_be_noticed() -> None:
-    assert not documented("chunks_that_nobody_knows")
-
-
-def test_every_name_that_a_pool_answers_is_documented(local: Client) -> None:
-    namespace = Namespace.from_canonical(foreign.canonical(foreign.DESCRIPTION))
-    cache = local.bind(namespace)
-    keys = cache.keys(list(range(64)))
-    cache.write(keys, np.zeros((len(keys), *namespace.layout.shape(namespace.layout.whole)), dtype=np.uint8))
-    host: Any = local.host()
-    names = host.core.stats()
-    assert sorted(name for name in names if not documented(name)) == []
-
-
-@pytest.fixture
-def local() -> Any:
-    from kvstore.assemble import open_local
-
-    with open_local("32MiB") as client:
-        yield client

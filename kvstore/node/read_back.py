@@ -37,9 +37,7 @@ Arrival = asyncio.Future[MissReason | None]
 class ReadBack:
     """Used on the node's event loop. `fail` takes the tier out of service; `has_failed` tells whether it is."""
 
-    def __init__(
-        self, core: NodeCore, disk: Disk, fail: Fail, has_failed: Callable[[], bool]
-    ) -> None:
+    def __init__(self, core: NodeCore, disk: Disk, fail: Fail, has_failed: Callable[[], bool]) -> None:
         self.holds = core.holds
         self._own_slots = core.own_slots
         self._pool = core.pool

@@ -32,7 +32,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 BATCH_CHUNKS = 256
 BATCH_BYTES = 64 << 20
-"""A batch has at most so many chunks and bytes, but at least one chunk."""
+"""A batch has at most so many chunks and bytes, but at least one chunk;"""
+BATCH_SHARE = 1 / 8
+"""and at most this part of the DRAM, because what is being written cannot make room there."""
 STEP_CHUNKS = 16
 """Chunks that one turn of the event loop begins or ends: a fraction of a millisecond."""
 IDLE_S = 0.05
@@ -43,9 +45,7 @@ FULL_PAUSE_S = 30.0
 class Saver:
     """Used on the node's event loop. `fail` takes the tier out of service; `has_failed` tells whether it is."""
 
-    def __init__(
-        self, core: NodeCore, disk: Disk, fail: Fail, has_failed: Callable[[], bool]
-    ) -> None:
+    def __init__(self, core: NodeCore, disk: Disk, fail: Fail, has_failed: Callable[[], bool]) -> None:
         assert core.pool.ssd is not None
         self._core = core
         self._pool = core.pool
@@ -97,8 +97,8 @@ class Saver:
                     continue
 
     async def save_coldest(self) -> bool:
-        """One batch of what waits; True if something of it reached the SSD."""
-        return await self._whole(self._save_now(self._cut(self._pool.coldest_to_save(BATCH_CHUNKS))))
+        """One batch of what waits; False if nothing of it reached the SSD."""
+        return await self._whole(self._save_now(lambda: self._pool.coldest_to_save(BATCH_CHUNKS)))
 
     async def persist(self, keys: Keys, ends_s: float) -> tuple[int, str]:
         """Save the leading chunks of these keys now, until the time is up. (Chunks that are saved, why not more)."""
@@ -109,11 +109,15 @@ class Saver:
                 break
             chunks.append(chunk)
         reason = "" if len(chunks) == len(keys) else "absent"
-        while not self._has_failed() and (left := [chunk for chunk in chunks if chunk in self._pool.unsaved]):
+
+        def left() -> list[Chunk]:
+            return [chunk for chunk in chunks if chunk in self._pool.unsaved]
+
+        while not self._has_failed() and left():
             if time.monotonic() >= ends_s:
                 reason = "deadline"
                 break
-            saved = await self._within(ends_s, self._save_now(self._cut(left)))
+            saved = await self._within(ends_s, self._save_now(left))
             if not saved:
                 reason = "deadline" if saved is None else "ssd_full"
                 break
@@ -155,21 +159,23 @@ class Saver:
     # --- one batch ---------------------------------------------------------------------------------------
 
     def _cut(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """What fits into one batch, each chunk behind its ancestors."""
+        """What fits into one batch, each chunk behind its ancestors; the rest of a long prompt comes with the next."""
+        limit_bytes = min(BATCH_BYTES, int(self._pool.allocator.arena_bytes * BATCH_SHARE))
         batch: dict[Chunk, None] = {}
         size = 0
         for chunk in chunks:
-            chain = [] if chunk in batch else [chunk]
+            line = [] if chunk in batch else [chunk]
             above = chunk.parent
             while above is not None and not above.ssd and above not in batch:
-                chain.append(above)
+                line.append(above)
                 above = above.parent
-            if not chain or chain[-1].is_orphan:
+            if not line or line[-1].is_orphan:
                 continue
-            size += sum(copy.size_bytes for each in chain for copy in each.copies.values())
-            if batch and (size > BATCH_BYTES or len(batch) + len(chain) > BATCH_CHUNKS):
-                break
-            batch.update(dict.fromkeys(reversed(chain)))
+            for each in reversed(line):
+                size += sum(copy.size_bytes for copy in each.copies.values())
+                if batch and (size > limit_bytes or len(batch) >= BATCH_CHUNKS):
+                    return list(batch)
+                batch[each] = None
         return list(batch)
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
@@ -187,10 +193,16 @@ class Saver:
         except TimeoutError:
             return None
 
-    async def _save_now(self, chunks: Sequence[Chunk]) -> bool:
-        """Save these chunks, ancestors first. True if at least one shard reached the SSD. Must not be cancelled."""
+    async def _save_now(self, wanted: Callable[[], Sequence[Chunk]]) -> bool:
+        """Save a batch of what is wanted then, ancestors first. Must not be cancelled.
+
+        True if at least one shard reached the SSD, or nothing is wanted any more.
+        """
         async with self.lock:
-            moves = await self._begin(chunks)
+            chunks = wanted()
+            if not chunks:
+                return True
+            moves = await self._begin(self._cut(chunks))
             if not moves:
                 return False
             began_s = time.monotonic()

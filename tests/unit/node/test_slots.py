@@ -9,7 +9,8 @@ import pytest
 from kvstore.errors import LimitExceeded
 from kvstore.model.layout import Dtype, PageLayout
 from kvstore.node import slots
-from kvstore.node.slots import SlotAllocator, slot_bytes
+from kvstore.node.arena.ssd_format import HEADER_BYTES, ExtentPlace, region_bytes_of
+from kvstore.node.slots import SlotAllocator, slot_bytes, ssd_file_bytes
 from tests.unit.node.small_node import SMALL, WIDE
 
 UNIT = 4096
@@ -110,3 +111,35 @@ def test_a_second_class_finds_room_in_a_small_arena_that_is_nearly_empty() -> No
     assert len(allocator.allocate(3 * UNIT, 120)) == 120
     assert len(allocator.allocate(1 << 20, 12)) == 12
     allocator.check()
+
+
+def ssd_allocator(length: int) -> SlotAllocator:
+    """As a node makes it for an SSD file of this length."""
+    return SlotAllocator(length, length, start_bytes=2 * region_bytes_of(length), header_bytes=HEADER_BYTES)
+
+
+@pytest.mark.parametrize("size", [UNIT, 2 * UNIT, 3 * UNIT, 1 << 20])
+@pytest.mark.parametrize("count", [1, 2, 15, 31, 32, 33, 100, 1000, 2345])
+def test_an_ssd_file_has_room_for_exactly_so_many(count: int, size: int) -> None:
+    length = ssd_file_bytes(count, size)
+    allocator = ssd_allocator(length)
+    assert allocator.capacity(size) == count
+    assert len(allocator.allocate(size, count + 100)) == count
+    assert ssd_allocator(length - UNIT).capacity(size) != count or count == 1
+    allocator.check()
+
+
+def test_every_slot_of_an_ssd_extent_has_a_header() -> None:
+    """An extent whose headers ended at a page's edge once gave out one slot more than it had headers."""
+    length = 2 * region_bytes_of(0) + 34 * UNIT
+    allocator = ssd_allocator(length)
+    taken = allocator.allocate(UNIT, 99)
+    (extent,) = (ExtentPlace(*each) for each in allocator.extents())
+    assert len(taken) == extent.slot_count == 32
+    assert [extent.index(slot) for slot in taken] == list(range(32))
+
+
+def test_a_count_that_no_length_has_is_refused_with_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotAllocator, "capacity", lambda self, size: self.arena_bytes // (1 << 20) * 1000)
+    with pytest.raises(LimitExceeded, match="exactly 7 slots"):
+        ssd_file_bytes(7, UNIT)

@@ -47,10 +47,12 @@ class State:
 
 
 class GatedDisk(Recorder):
-    """A recorder that can hold one write before it happens."""
+    """A recorder that can hold one write before it happens. `header_first`: payloads wait for the next header."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, header_first: bool = False) -> None:
         super().__init__()
+        self._header_first = header_first
+        self._late: list[tuple[int, bytes]] = []
         self._wanted: Callable[[int, bytes], bool] | None = None
         self._reached = threading.Event()
         self._go_on = threading.Event()
@@ -64,7 +66,18 @@ class GatedDisk(Recorder):
             self._wanted = None
             self._reached.set()
             assert self._go_on.wait(10)
-        return self._pwritev(fd, buffers, offset)
+        if not self._header_first:
+            return self._pwritev(fd, buffers, offset)
+        data = b"".join(map(bytes, buffers))
+        if is_payload(offset, data):
+            self._late.append((offset, data))
+            os.pwritev(fd, buffers, offset)
+        else:
+            self._pwritev(fd, buffers, offset)
+            if is_header(data):
+                self.events += [Event(*late) for late in self._late]
+                self._late.clear()
+        return len(data)
 
     @contextlib.asynccontextmanager
     async def holding(self, wanted: Callable[[int, bytes], bool], begin: Callable[[], Any]) -> AsyncIterator[None]:
@@ -83,6 +96,10 @@ class GatedDisk(Recorder):
 
 def is_payload(offset: int, data: bytes) -> bool:
     return len(data) > 1 << 12
+
+
+def is_header(data: bytes) -> bool:
+    return len(data) == 1 << 12 and b"KVSLOTH1" in data
 
 
 def is_header_of(key: bytes) -> Callable[[int, bytes], bool]:
@@ -200,8 +217,10 @@ async def live(life: Life) -> None:
     assert await life.read(FIRST, four) and pool.counts["promotions"]
     await removed_and_written_anew(life, four)
     await removed_while_it_is_written(life)
-    await evicted_and_removed(life)
+    await evicted_and_removed(life, WHOLE, 100)
     await extents_change_their_class(life)
+    await evicted_and_removed(life, HALVES, 200)
+    await evicted_and_removed(life, HALVES, 300)
     life.note()
     life.calls = len(life.events)
     await node.die()
@@ -229,23 +248,23 @@ async def removed_while_it_is_written(life: Life) -> None:
         await life.store(FIRST, prompt, 2, version=1)
 
 
-async def evicted_and_removed(life: Life) -> None:
-    """A chunk that is in DRAM loses its place on the SSD to others and is removed."""
+async def evicted_and_removed(life: Life, geometry: Geometry, prompt: int) -> None:
+    """A chunk that is in DRAM loses its place on the SSD to others, which may not need all of it, and is removed."""
     node, pool = life.node, life.node.core.pool
-    keys = await life.store(FIRST, 8, 1)
+    keys = await life.store(FIRST, prompt, 1, geometry=geometry)
     await life.persist(keys)
     old = pool.forest.chunks[keys[0]]
     lease = node.core.holds.lease(1, old, node.clock() + 60)
-    dropped, prompt = pool.counts["ssd_copies_dropped"], 20
-    while pool.counts["ssd_copies_dropped"] == dropped:
-        prompt += 1
-        await life.store(FIRST, prompt, 2)
-        assert prompt < 40
+    other = prompt
+    while old.ssd:
+        other += 1
+        await life.store(FIRST, other, 1, geometry=geometry, numbers=[0])
+        assert other < prompt + 40
     node.core.holds.end_lease(lease)
-    await life.rest()
+    assert old.copies
     await life.remove(FIRST, keys[0])
-    await life.store(FIRST, 9, 1)
-    await life.store(FIRST, 8, 1, version=1)
+    await life.store(FIRST, other + 1, 1, geometry=geometry, numbers=[0])
+    await life.store(FIRST, prompt, 1, version=1, geometry=geometry)
 
 
 async def extents_change_their_class(life: Life) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import store_service_processes as processes
-from test_store_service_documents import documented
+from test_metrics_documents import documented
 
 pytestmark = pytest.mark.slow
 

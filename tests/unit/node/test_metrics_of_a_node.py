@@ -170,7 +170,7 @@ def test_a_failing_ssd_shows(node: NodeThread, client: Client, call: str, kind: 
     assert (result.visible, result.durable, result.not_durable) == (2, 0, "ssd_error")
     found = figures(node)
     assert (found["ssd_state"], found["ssd_failures"]) == (2, 1)
-    assert sample("ssd_state") == 2 and before.by("ssd_errors_total", "kind") == {kind: 1}
+    assert sample("ssd_state") == 2 and before.by("ssd_errors_total", "kind").keys() == {kind}
 
 
 def test_a_failed_sync_is_not_forgotten(node: NodeThread, client: Client) -> None:

@@ -129,6 +129,17 @@ def test_tokens_by_tier_and_namespace_and_what_same_host_readers_tell(node: Node
     assert before.by("miss_tokens_total", "reason") == {}
 
 
+def test_reads_from_shared_memory_alone_show_as_touches(node: NodeThread, client: Client) -> None:
+    before = Samples()
+    cache = client.bind(namespace())
+    keys = stored(cache, 1, 4)
+    assert cache.read(keys, poisoned(cache, 4)).local_chunks == 4
+    client.flush_touches()
+    assert figures(node)["touched_tokens"] == 64
+    assert before.by("touched_tokens_total", "namespace") == {namespace().title: 64}
+    assert before.by("hit_tokens_total", "tier") == {}
+
+
 def test_misses_by_reason_count_reads_and_tokens(node: NodeThread, client: Client) -> None:
     """`tokens_absent` was once a reason, and what the SSD did not deliver had none."""
     before = Samples()

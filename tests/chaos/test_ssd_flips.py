@@ -1,4 +1,4 @@
-"""A damaged byte anywhere in the SSD file of a node: a miss or harmless, never wrong bytes; counted, dropped, repaired."""
+"""A damaged byte anywhere in a node's SSD file: a miss or harmless, never wrong bytes; counted, dropped, repaired."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 PAGE = 4096
@@ -37,12 +38,11 @@ def kind_of(data: bytes, offset: int) -> str:
 
 def is_due(kind: str) -> bool:
     counts[kind] += 1
-    return kind == plan["kind"] and counts[kind] == plan["number"] and not os.path.exists(plan["marker"])
+    return kind == plan["kind"] and counts[kind] == plan["number"] and not Path(plan["marker"]).exists()
 
 
 def die() -> None:
-    with open(plan["marker"], "x"):
-        pass
+    Path(plan["marker"]).touch()
     if plan["parent"]:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

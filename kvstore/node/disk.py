@@ -38,8 +38,9 @@ Fail = Callable[[KvStoreError, str], None]
 class Move:
     """One shard on its way from one tier to the other: `slot` in DRAM, `ssd_slot` on the SSD, `size_bytes` of both.
 
-    `error` and `is_right` (the checksums hold) are the result; `table_hash` of what had none is filled in. `source` is
-    the copy that is read, `memory` its bytes where they are not those of the slot.
+    `error` and `is_right` (the checksums hold) are the result; a read that never happened has neither. `table_hash` of
+    what had none is filled in. `source` is the copy that is read, `memory` its bytes where they are not those of the
+    slot.
     """
 
     chunk: Chunk
@@ -52,7 +53,7 @@ class Move:
     source: Copy | None = None
     memory: Bytes | None = None
     error: KvStoreError | None = field(default=None)
-    is_right: bool = True
+    is_right: bool | None = None
     began_s: float = field(default_factory=time.monotonic)
 
 
@@ -66,7 +67,8 @@ class Disk:
         self._writers = ThreadPoolExecutor(WRITERS, "kvstore-ssd-write")
 
     def start_reads(self, moves: Sequence[Move], on_done: Callable[[Move], None]) -> None:
-        """Fill the DRAM slots and check them; `on_done` is called on the loop for each move."""
+        """Fill the DRAM slots and check them; `on_done` is called on the loop for each move, also for one that `close`
+        took back before it was read."""
         for job in _jobs(moves):
             self._start_read(job, on_done)
 

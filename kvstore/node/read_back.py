@@ -130,7 +130,7 @@ class ReadBack:
         await self._disk.verify(move)
         if move.error is not None:
             self._fail(move.error, "read")
-        broken = move.error is None and not move.is_right and chunk.ssd.get(shard) is copy
+        broken = move.error is None and move.is_right is False and chunk.ssd.get(shard) is copy
         self._pool.counts["ssd_checksum_failures"] += broken
         return broken
 
@@ -181,6 +181,8 @@ class ReadBack:
             self._fail(move.error, "read")
         elif not stands:
             reason = MissReason.ABSENT
+        elif move.is_right is None:  # the slot holds what it held before
+            reason = MissReason.TIER_FAILED
         elif not move.is_right:
             reason = MissReason.CHECKSUM
             pool.counts["ssd_checksum_failures"] += 1

@@ -121,12 +121,15 @@ class Saver:
             if not saved:
                 reason = "deadline" if saved is None else "ssd_full"
                 break
+        before = [list(chunk.ssd.values()) for chunk in chunks]  # what is written from here on is not synced
         if not self._has_failed() and not await self._within(ends_s, self._sync()):
             return 0, "ssd_error" if self._has_failed() else "deadline"  # what is written is not safe yet
         run = 0
-        while run < len(chunks) and chunks[run].ssd and chunks[run].is_saved and not self._has_failed():
+        for chunk, copies in zip(chunks, before, strict=True):
+            if not copies or list(chunk.ssd.values()) != copies or not chunk.is_saved or self._has_failed():
+                break
             run += 1
-        return run, ("ssd_error" if self._has_failed() else reason) if run < len(keys) else ""
+        return run, ("ssd_error" if self._has_failed() else reason or "ssd_full") if run < len(keys) else ""
 
     async def _sync(self) -> bool:
         try:

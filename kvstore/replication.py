@@ -222,9 +222,9 @@ class _Pull:
                 stored.append(False)
             elif reason in _OTHERS_WRITE:
                 self._wait(cache, keys.slice(len(stored), len(keys)))
-            elif reason and (reason not in _SHORT_LIVED or tries >= _TRIES):
+            elif (reason and reason not in _SHORT_LIVED) or tries >= _TRIES:
                 parent_passed_over = stored and not stored[-1] and reason == _PARENT_MISSING
-                self._reason = MissReason.NOT_COVERED.value if parent_passed_over else reason
+                self._reason = MissReason.NOT_COVERED.value if parent_passed_over else reason or MissReason.ABSENT.value
                 break
         return stored
 
@@ -258,6 +258,9 @@ class _Pull:
             peer = self._client.peer(self._source, left_s)
             peer.register(self._namespace, left_s)
             answer = peer.api.acquire(keys, cache.rectangle, 0, b"", 0, left_s)
+            if answer.more:  # on its SSD: it begins to read, and says how many there are
+                rest = keys.slice(answer.run, len(keys))
+                return answer.run + peer.api.prefetch(rest, cache.rectangle, left_s)[0], ""
             return answer.run, answer.reason.value if answer.reason is not None else ""
         except DeadlineExceeded:
             return 0, MissReason.DEADLINE.value

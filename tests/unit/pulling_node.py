@@ -57,9 +57,9 @@ class Moving(admin_pb2_grpc.AdminServiceServicer):
 class PullingNode:
     """`node` and its mover; `admin_info` says where the two verbs are served."""
 
-    def __init__(self, folder: Path, name: str, dram_bytes: int = 4 << 20) -> None:
+    def __init__(self, folder: Path, name: str, dram_bytes: int = 4 << 20, **more: Any) -> None:
         (folder / name).mkdir()
-        self.node = NodeThread(folder / name, dram_bytes, name)
+        self.node = NodeThread(folder / name, dram_bytes, name, **more)
         self.mover = self.node.call(lambda: NodeMover(self.core))
         self.moving = Moving(self.mover)
         self._loop = self.node._loop

@@ -172,7 +172,10 @@ class Saver:
             while above is not None and not above.ssd and above not in batch:
                 line.append(above)
                 above = above.parent
-            if not line or line[-1].is_orphan:
+            if not line:
+                continue
+            if line[-1].is_orphan:
+                self._pool.put_off(chunk)  # nothing of it can be saved; others must not wait behind it
                 continue
             for each in reversed(line):
                 size += sum(copy.size_bytes for copy in each.copies.values())

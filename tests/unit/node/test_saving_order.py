@@ -1,0 +1,57 @@
+"""What the cleaner takes next: nothing waits for ever behind what cannot be saved, and no batch is without bound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.model.layout import Geometry
+from kvstore.node import saving
+from tests.unit.node.small_node import WIDE, keys_of, namespace
+from tests.unit.node.tiered_node import WAIT_S, TieredNode
+
+
+def test_orphans_do_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "BATCH_CHUNKS", 4)
+    monkeypatch.setattr(saving, "IDLE_S", 0.001)
+
+    async def save() -> None:
+        space, shard = namespace(WIDE), Geometry.whole(WIDE).shard(0)
+        node = TieredNode(tmp_path / "file", 4 << 20, slots=96)
+        failing, other = (node.core.open_session(name, shared=True).number for name in ("failing", "other"))
+        for session in (failing, other):
+            node.core.register_namespace(session, space, Geometry.whole(WIDE), ())
+        for prompt in range(4):  # the writer of a parent gives up after another one has stored the child
+            keys = keys_of(space, 10 + prompt, 2)
+            begun = node.core.reserve(failing, keys.slice(0, 1), shard, b"")
+            child = node.core.reserve(other, keys, shard, b"")
+            node.core.commit(other, child.attempt, [1], [7], True)
+            node.core.abort(failing, begun.attempt)
+        assert all(chunk.is_orphan for chunk in node.core.pool.to_save)
+        keys = keys_of(space, 1, 6)
+        node.store(space, keys)
+        node.tiers.start()
+        await node.until(lambda: set(node.on_ssd()) == set(keys))
+        await node.tiers.stop()
+
+    asyncio.run(save())
+
+
+def test_a_long_chain_is_saved_in_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "BATCH_CHUNKS", 4)
+
+    async def save() -> None:
+        space = namespace(WIDE)
+        node = TieredNode(tmp_path / "file", 4 << 20, slots=96)
+        keys = keys_of(space, 1, 10)
+        node.store(space, keys)
+        last = node.core.pool.forest.chunks[keys[9]]
+        assert [chunk.key for chunk in node.tiers._saver._cut([last])] == list(keys)[:4]
+        assert await node.tiers.persist(keys.slice(9, 10), time.monotonic() + WAIT_S) == (1, "")
+        assert set(node.on_ssd()) == set(keys)
+        await node.tiers.stop()
+
+    asyncio.run(save())

@@ -150,7 +150,7 @@ class Saver:
             if not stale and not self._disk.arena.has_unsynced_headers:  # an eviction may have emptied the header
                 return
             try:
-                await self._disk.run(self._disk.arena.write_headers, [(slot, None) for slot in stale])
+                await self._empty(stale)
                 await self._disk.run(self._disk.arena.sync)
             except KvStoreError as exc:
                 self._fail(exc, "write")
@@ -257,7 +257,7 @@ class Saver:
         arena = self._disk.arena
         try:
             await self._describe(moves)
-            await self._disk.run(arena.write_headers, [(slot, None) for slot in self._stale(moves)])
+            await self._empty(self._stale(moves))
             await self._disk.write(moves)
             headers = [
                 (each.ssd_slot, self._header(each)) for each in moves if each.error is None and self._stands(each)
@@ -273,6 +273,14 @@ class Saver:
         slots = [slot for slot in self._pool.stale_slots if slot not in places and self._disk.arena.has_slot(slot)]
         self._pool.stale_slots.clear()
         return [*places, *slots]
+
+    async def _empty(self, slots: Sequence[int]) -> None:
+        """Empty the headers of these slots; where that fails they stay to be emptied."""
+        try:
+            await self._disk.run(self._disk.arena.write_headers, [(slot, None) for slot in slots])
+        except KvStoreError:
+            self._pool.stale_slots += slots
+            raise
 
     def _stands(self, move: Move) -> bool:
         """The chunk is still that one, still in that slot."""
@@ -313,6 +321,7 @@ class Saver:
                 saved += 1
             elif isinstance(error, CapacityExhausted):
                 self._unbacked.append(move.ssd_slot)
+                pool.stale_slots.append(move.ssd_slot)  # there may have been room for its header
             else:
                 pool.removed_slots.append(move.ssd_slot)  # its header may be there
                 if isinstance(error, LimitExceeded):

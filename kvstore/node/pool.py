@@ -431,6 +431,11 @@ class Pool:
             self.to_save[chunk] = self._clock()
             self.to_save.move_to_end(chunk)
 
+    def no_room_for(self, chunk: Chunk) -> None:
+        """The SSD has no room for it: it is not tried again before somebody uses it or asks for it."""
+        self.to_save.pop(chunk, None)
+        self.counts["ssd_no_room"] += 1
+
     # --- telling the index -------------------------------------------------------------------------------
 
     def _tell(self, chunk: Chunk, shard: int) -> None:

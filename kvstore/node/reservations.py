@@ -156,9 +156,10 @@ class Reservations:
         wanted = wanted[:affordable]
         if not wanted:
             return
-        # The chain's own chunks must not be evicted to make room for its tail.
+        # The chain's own chunks must not be evicted to make room for its tail; what the SSD has too only leaves DRAM.
         chain = (attempt.keys.parent, *attempt.key_list)
-        kept = [chunk for key in chain if (chunk := pool.forest.chunks.get(key)) is not None]
+        found = [chunk for key in chain if (chunk := pool.forest.chunks.get(key)) is not None]
+        kept = [chunk for chunk in found if not (chunk.ssd and chunk.is_saved)]
         for chunk in kept:
             chunk.holds += 1
         slots = pool.take_slots(size, len(wanted), attempt.space)

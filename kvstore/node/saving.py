@@ -117,9 +117,12 @@ class Saver:
             if time.monotonic() >= ends_s:
                 reason = "deadline"
                 break
+            was_full = self.is_full
             saved = await self._within(ends_s, self._save_now(left))
-            if not saved:
-                reason = "deadline" if saved is None else "ssd_full"
+            if saved is None:
+                break
+            if not saved and (was_full or not self.is_full):  # else the disk has less room than was thought: once more
+                reason = "ssd_full" if self._cut(left()) else "absent"
                 break
         before = [list(chunk.ssd.values()) for chunk in chunks]  # what is written from here on is not synced
         if not self._has_failed() and not await self._within(ends_s, self._sync()):
@@ -217,7 +220,7 @@ class Saver:
             return await self._end(moves) > 0
 
     async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
-        """Slots for these chunks. One that gets none waits behind the others, and so does what hangs on it."""
+        """Slots for these chunks. One that gets none keeps no other one off the SSD, only what hangs on it."""
         moves: list[Move] = []
         begun: set[Chunk] = set()
         for number, chunk in enumerate(chunks, 1):
@@ -226,26 +229,26 @@ class Saver:
             if self._pool.forest.get(chunk.key) is not chunk or chunk.is_orphan:
                 continue
             parent = chunk.parent
-            self._tier.kept.update({chunk} if parent is None else {chunk, parent})
             if parent is not None and not parent.ssd and parent not in begun:
-                self._pool.put_off(chunk)
+                self._pool.no_room_for(chunk)
                 continue
+            kept = ({chunk} if parent is None else {chunk, parent}) - self._tier.kept
+            self._tier.kept |= kept
             for shard in [shard for shard in chunk.copies if shard not in chunk.ssd]:
                 move = self._take(chunk, shard)
                 if move is None:
-                    self._pool.put_off(chunk)
+                    self._pool.no_room_for(chunk)
                     break
                 moves.append(move)
                 begun.add(chunk)
-        if not moves:
-            self._tier.kept.clear()
+            if chunk not in begun:
+                self._tier.kept -= kept
         return moves
 
     def _take(self, chunk: Chunk, shard: int) -> Move | None:
         copy = chunk.copies[shard]
         slots = self._tier.take(copy.size_bytes, 1, chunk.space.group)
         if not slots:
-            self._pool.counts["ssd_no_room"] += 1
             return None
         self._core.holds.keep(chunk)
         self._moving.add(slots[0])

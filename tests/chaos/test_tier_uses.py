@@ -121,9 +121,7 @@ def test_what_comes_back_keeps_to_the_room_in_dram(make: Callable[..., Setting])
 
 
 @pytest.mark.parametrize("policy", policy_names())
-def test_the_cleaner_comes_to_rest_where_the_ssd_drops_what_dram_has(
-    make: Callable[..., Setting], policy: str
-) -> None:
+def test_the_cleaner_comes_to_rest_where_the_ssd_drops_what_dram_has(make: Callable[..., Setting], policy: str) -> None:
     """Saved again at once, it pushed out another chunk that was in DRAM too, and so on."""
     setting = make(room_chunks=60, ssd_chunks=8, eviction=policy)
     for prompt in range(10):

@@ -290,7 +290,7 @@ class TierMachine(RuleBasedStateMachine):
             return
         here = {key for key, chunk in self.pool.forest.chunks.items() if chunk.is_committed}
         kept = (self.held & self._held()) - self.allowed
-        for (key, _) in self.before[Tier.DRAM]:
+        for key, _ in self.before[Tier.DRAM]:
             assert key not in kept or self.pool.forest.chunks[key].copies, "held, and gone from DRAM all the same"
         was = {key for tier in self.before.values() for key, _ in tier}
         gone = was - here - self.allowed
@@ -313,9 +313,7 @@ class TierMachine(RuleBasedStateMachine):
         while self.acknowledged < self.core.last_sequence or self.core._overflowed:
             for batch in self.core.take_batch(self.acknowledged, 100, resync=False, lease_ms=600_000):
                 self.acknowledged = self.index.publish(batch).sequence
-        told = {
-            (event.key, event.shard): event.tier for batch in self.index.snapshot() for event in batch.events
-        }
+        told = {(event.key, event.shard): event.tier for batch in self.index.snapshot() for event in batch.events}
         assert told == {
             (chunk.key, shard): Tier.DRAM if shard in chunk.copies else Tier.SSD
             for chunk in self.pool.forest.chunks.values()

@@ -66,6 +66,7 @@ class Loaded:
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens_local": local,
             "hit_tokens_remote": hits - local,
+            "hit_tokens_ssd": min(self.result.ssd_tokens, hits),
             "computed_tokens": self.prompt_tokens - hits,
             "bytes_by_path": dict(self.result.bytes_by_path),
             "miss_reason": self.result.reason.value if self.result.reason is not None else None,

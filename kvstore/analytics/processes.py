@@ -185,9 +185,20 @@ class Children:
         """A node with host id, socket and data folder of its own, so that other nodes are remote to it."""
         home = self.folder / name
         home.mkdir()
+        return self._start_node(name, metadata_address, "127.0.0.1:0", "127.0.0.1:0", options)
+
+    def restart_node(self, node: Child, metadata_address: str, *options: str) -> Child:
+        """Start a node again that has ended: same id, folders and addresses; what is only in DRAM is lost."""
+        said = node.announcement
+        return self._start_node(
+            said["node_id"], metadata_address, said["control_address"], said["data_address"], options
+        )
+
+    def _start_node(self, name: str, metadata_address: str, control: str, data: str, options: Sequence[str]) -> Child:
+        home = self.folder / name
         fixed = {
-            "--control-address": "127.0.0.1:0",
-            "--data-address": "127.0.0.1:0",
+            "--control-address": control,
+            "--data-address": data,
             "--metrics-address": "",
             "--metadata-address": metadata_address,
             "--host-id": name,

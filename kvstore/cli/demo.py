@@ -36,6 +36,10 @@ def demo(
     dram: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory of each node; small, so that chunks have to go.")
     ] = "4MiB",
+    ssd: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="SSD file of each node, in a scratch folder; small, for the same reason."),
+    ] = "5MiB",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the built-in conversation.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +47,7 @@ def demo(
     from kvstore.analytics.trace import read_trace
 
     chosen = [one.shrunk(scale) for one in read_trace(trace, limit=requests)] if trace is not None else None
-    report = _run(chosen, dram, seed)
+    report = _run(chosen, dram, ssd, seed)
     figures = report.figures()
     if as_json:
         print_json({**figures, "picks": [_pick_facts(one) for one in report.served]})
@@ -55,14 +59,14 @@ def demo(
         raise KvStoreError(f"did not occur: {', '.join(figures['missing_outcomes'])}")
 
 
-def _run(chosen: list[Request] | None, dram: str, seed: int) -> Report:
+def _run(chosen: list[Request] | None, dram: str, ssd: str, seed: int) -> Report:
     from kvstore.cli.demo_cluster import DemoCluster
     from kvstore.cli.demo_job import Report, compare_with_cold, generated_requests, run_generated, run_trace
 
     count = generated_requests() if chosen is None else len(chosen)
     with _progress() as progress:
         starting = progress.add_task("starting", total=None)
-        with DemoCluster(dram) as cluster:
+        with DemoCluster(dram, ssd) as cluster:
             progress.remove_task(starting)
             serving = progress.add_task("requests", total=count)
             comparing = progress.add_task("cold runs", total=count)
@@ -122,14 +126,18 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, object]]:
         ("computed by prefill workers", figures["computed_prompt_tokens"]),
         ("hit tokens, own node", figures["hit_tokens_local"]),
         ("hit tokens, other node", figures["hit_tokens_remote"]),
+        ("of them from an SSD", figures["hit_tokens_ssd"]),
         ("bytes read through shared memory", figures["bytes_by_shm"]),
         ("bytes read over tcp", figures["bytes_by_tcp"]),
         ("time to first token, cold (median, ms)", figures["ttft_cold_ms"]),
         ("time to first token, with hits (median, ms)", figures["ttft_warm_ms"]),
+        ("chunks that left DRAM for the SSD alone", figures["demotions"]),
         ("evictions", figures["evictions"]),
     ]
     if figures["later_turns"]:
         turns = f"{figures['hits_beyond_prompt']} of {figures['later_turns']}"
         rows.append(("later turns that hit prompt and answer", turns))
+        found = f"{figures['recovered_chunks']} chunks found, {figures['ssd_hits_after_restart']} tokens hit"
+        rows.append(("prefill node killed and started again", found))
         rows.append(("hits after the prefill node's death", "yes" if figures["hits_after_node_death"] else "no"))
     return rows

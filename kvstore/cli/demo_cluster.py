@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ COMMAND_DEADLINE_S: Final = 120.0
 """Longest command of an engine: a whole prompt, computed cold on a busy machine."""
 
 PICK_DEADLINE_S: Final = 5.0
+SAVE_DEADLINE_S: Final = 10.0
+"""Longest wait for a node to have written to its SSD what waits for it."""
+
 PREFILL_NODE: Final = "node-a"
 DECODE_NODE: Final = "node-b"
 _ENGINES: Final = {
@@ -80,13 +85,18 @@ class Engine:
 
 
 class DemoCluster:
-    """Metadata service, scheduler, two nodes of `dram` each, three engines and a cold one. A context manager."""
+    """Metadata service, scheduler, two nodes of `dram` and `ssd` each, three engines and a cold one. A context manager.
 
-    def __init__(self, dram: str) -> None:
+    The SSDs are files in the scratch folder.
+    """
+
+    def __init__(self, dram: str, ssd: str) -> None:
         self._dram = dram
+        self._ssd = ssd
+        self._metadata = ""
         self._stack = ExitStack()
         self._nodes: dict[str, Child] = {}
-        self._evictions_of_the_dead = 0
+        self._moves_of_the_dead: Counter[str] = Counter()
 
     def __enter__(self) -> DemoCluster:
         if importlib.util.find_spec("torch") is None:
@@ -106,12 +116,12 @@ class DemoCluster:
         children = self._children
         # Engines take longest to start (they import torch), so the cold one, which needs nobody, starts first.
         cold = self._start_engine("cold", "prefill")
-        metadata = children.start_metadata().announcement["control_address"]
+        self._metadata = metadata = children.start_metadata().announcement["control_address"]
         router = children.start_console(
             "router", ["router", "--address", "127.0.0.1:0", "--metadata-address", metadata]
         ).announcement["control_address"]
         for name in (PREFILL_NODE, DECODE_NODE):
-            self._nodes[name] = children.start_node(name, metadata, "--dram", self._dram)
+            self._nodes[name] = children.start_node(name, metadata, *self._node_options(name))
         started = {"cold": cold}
         for name, (role, node) in _ENGINES.items():
             address = self._nodes[node].announcement["control_address"]
@@ -121,6 +131,9 @@ class DemoCluster:
         self._scheduler = stack.enter_context(SchedulerClient(router))
         self.namespace = Namespace.from_canonical(self._engines["cold"].announcement["namespace"].encode())
         self._chain = KeyChain(self.namespace)
+
+    def _node_options(self, name: str) -> list[str]:
+        return ["--dram", self._dram, "--ssd", f"{self._children.folder / name}.kvssd:{self._ssd}"]
 
     def _start_engine(self, name: str, role: str, *options: str) -> Child:
         command = [sys.executable, "-m", "engine_adapter.reference", "--role", role, "--worker-id", name, *options]
@@ -139,14 +152,33 @@ class DemoCluster:
         return self._engines["cold"].command("cold", tokens=list(prompt), max_new_tokens=max_new_tokens)
 
     def kill_prefill_node(self) -> None:
-        """SIGKILL to the node of the prefill workers, which live on."""
+        """SIGKILL to the node of the prefill workers, supervisor and all, so that its DRAM is lost. They live on."""
         node = self._nodes.pop(PREFILL_NODE)
-        self._evictions_of_the_dead += self._evictions_of(node)
+        self._moves_of_the_dead.update(self._moves_of(node))
         node.kill()
 
-    def evictions(self) -> int:
-        """Chunks that the nodes dropped for want of room, so far."""
-        return self._evictions_of_the_dead + sum(self._evictions_of(node) for node in self._nodes.values())
+    def restart_prefill_node(self) -> int:
+        """The same once its SSD has what it is to have; then it is started again with that file, where it was.
 
-    def _evictions_of(self, node: Child) -> int:
-        return int(self._children.node_statistics(node)["evictions"])
+        Returns how many chunks it found there.
+        """
+        dead = self._nodes[PREFILL_NODE]
+        ends_at_s = time.monotonic() + SAVE_DEADLINE_S
+        while self._children.node_statistics(dead)["to_save_chunks"] and time.monotonic() < ends_at_s:
+            continue
+        self.kill_prefill_node()
+        again = self._children.restart_node(dead, self._metadata, *self._node_options(PREFILL_NODE))
+        self._nodes[PREFILL_NODE] = again
+        return int(self._children.node_statistics(again)["recovered_ssd_chunks"])
+
+    def moves(self) -> Counter[str]:
+        """What the nodes did for want of room so far: `evictions` (chunks that left a node), `demotions` (those that
+        left its DRAM and stayed on its SSD)."""
+        total = Counter(self._moves_of_the_dead)
+        for node in self._nodes.values():
+            total.update(self._moves_of(node))
+        return total
+
+    def _moves_of(self, node: Child) -> dict[str, int]:
+        figures = self._children.node_statistics(node)
+        return {name: int(figures.get(name, 0)) for name in ("evictions", "demotions")}

@@ -38,8 +38,11 @@ class Cluster(Protocol):
     def kill_prefill_node(self) -> None:
         """SIGKILL to the node of the prefill workers."""
 
-    def evictions(self) -> int:
-        """Chunks dropped for want of room."""
+    def restart_prefill_node(self) -> int:
+        """The same, and a new start with its SSD; returns how many chunks were found there."""
+
+    def moves(self) -> Counter[str]:
+        """Chunks that left a node (`evictions`) or its DRAM only (`demotions`) for want of room."""
 
 
 @dataclass(slots=True)
@@ -56,7 +59,10 @@ class Report:
     """Later turns that hit all full chunks of the last prompt and answer."""
     survived: bool | None = None
     """The turn after the node's death hit prompt and answer; None where nobody died."""
-    evictions: int = 0
+    recovered_chunks: int = 0
+    ssd_hits_after_restart: int | None = None
+    """Tokens that the restarted node served from its SSD to the turn after its restart; None where it was not."""
+    moves: Counter[str] = field(default_factory=Counter)
 
     def add(self, one: Served) -> None:
         """A request was answered."""
@@ -68,6 +74,11 @@ class Report:
         """(local, remote), of prefill and decode workers together."""
         answers = [answer for one in self.served for answer in (one.prefill, one.decode)]
         return sum(a["hit_tokens_local"] for a in answers), sum(a["hit_tokens_remote"] for a in answers)
+
+    @property
+    def ssd_hit_tokens(self) -> int:
+        """Those of them that a node had on its SSD only."""
+        return sum(answer["hit_tokens_ssd"] for one in self.served for answer in (one.prefill, one.decode))
 
     @property
     def bytes_by_path(self) -> Counter[str]:
@@ -86,8 +97,10 @@ class Report:
             "local hits": local > 0,
             "remote hits": remote > 0,
             "bytes moved by tcp": self.bytes_by_path["tcp"] > 0,
-            "evictions": self.evictions > 0,
+            "SSD hits": self.later_turns == 0 or self.ssd_hit_tokens > 0,
+            "evictions": self.moves["evictions"] > 0,
             "hits of later turns beyond the prompt": self.later_turns == 0 or self.hits_beyond_prompt > 0,
+            "SSD hits of a node that was killed and started again": self.ssd_hits_after_restart != 0,
             "hits of prompt and answer after the death of the prefill's node": self.survived is not False,
         }
         return [name for name, happened in occurred.items() if not happened]
@@ -102,14 +115,18 @@ class Report:
             "computed_prompt_tokens": sum(one.prefill["computed_tokens"] for one in self.served),
             "hit_tokens_local": local,
             "hit_tokens_remote": remote,
+            "hit_tokens_ssd": self.ssd_hit_tokens,
             "bytes_by_shm": self.bytes_by_path["shm"],
             "bytes_by_tcp": self.bytes_by_path["tcp"],
             "ttft_cold_ms": _median([self.cold_ttft_ms[one.request_id] for one in warm]),
             "ttft_warm_ms": _median([one.prefill["ttft_ms"] for one in warm]),
             "later_turns": self.later_turns,
             "hits_beyond_prompt": self.hits_beyond_prompt,
+            "recovered_chunks": self.recovered_chunks,
+            "ssd_hits_after_restart": self.ssd_hits_after_restart,
             "hits_after_node_death": self.survived,
-            "evictions": self.evictions,
+            "evictions": self.moves["evictions"],
+            "demotions": self.moves["demotions"],
             "identical": len(self.served) - len(self.different),
             "different_requests": self.different,
             "missing_outcomes": self.missing_outcomes(),
@@ -131,29 +148,40 @@ def generated_shape(namespace: Namespace, vocabulary: int, seed: int) -> tuple[W
 
 
 def generated_requests() -> int:
-    """Requests of the generated job: all sessions, and the one that outlives a node."""
-    return SESSIONS * TURNS + 2
+    """Requests of the generated job: all sessions, the one during which a node is restarted, the one that outlives it."""
+    return SESSIONS * TURNS + 4
 
 
 def run_generated(
     cluster: Cluster, report: Report, *, vocabulary: int, seed: int, think_time_s: float = THINK_TIME_S
 ) -> None:
-    """All sessions, a few at a time; then a session whose prefill node is killed after its first turn.
+    """All sessions, a few at a time; in the middle the prefill node is killed and started again between two turns of
+    one more session; in the end it is killed for good between two turns of another.
 
-    The next turn runs on the same prefill workers, whose own node is gone: what they hit lies on the decode's node.
+    After the restart the prefill workers hit what their node finds on its SSD; after its death, what lies on the
+    decode's node.
     """
     shape, answer_tokens = generated_shape(cluster.namespace, vocabulary, seed)
-    everybody = [*sessions(shape), Session(shape, SESSIONS)]
+    everybody = sessions(shape)
     for first in range(0, SESSIONS, SESSIONS_AT_A_TIME):
+        if first == SESSIONS // 2:
+            _restart_between_turns(cluster, report, Session(shape, SESSIONS), answer_tokens)
         group = everybody[first : first + SESSIONS_AT_A_TIME]
         _run_together(cluster, report, group, answer_tokens, think_time_s)
-    survivor = everybody[SESSIONS]
+    survivor = Session(shape, SESSIONS + 1)
     before = _run_turn(cluster, report, survivor, answer_tokens, None)
     time.sleep(think_time_s)
     cluster.kill_prefill_node()
     after = _run_turn(cluster, report, survivor, answer_tokens, before)
     report.survived = _hits_all(cluster, before, after)
-    report.evictions = cluster.evictions()
+    report.moves = cluster.moves()
+
+
+def _restart_between_turns(cluster: Cluster, report: Report, session: Session, answer_tokens: int) -> None:
+    before = _run_turn(cluster, report, session, answer_tokens, None)
+    report.recovered_chunks = cluster.restart_prefill_node()
+    after = _run_turn(cluster, report, session, answer_tokens, before)
+    report.ssd_hits_after_restart = int(after.prefill["hit_tokens_ssd"])
 
 
 def run_trace(cluster: Cluster, report: Report, requests: Sequence[Request], *, vocabulary: int) -> None:
@@ -161,7 +189,7 @@ def run_trace(cluster: Cluster, report: Report, requests: Sequence[Request], *, 
     for number, request in enumerate(requests):
         prompt = request.tokens(vocabulary).tolist()
         report.add(cluster.serve(f"trace-{number}", prompt, max(1, request.output_length)))
-    report.evictions = cluster.evictions()
+    report.moves = cluster.moves()
 
 
 def compare_with_cold(cluster: Cluster, report: Report) -> None:

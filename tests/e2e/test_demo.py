@@ -27,9 +27,11 @@ def test_the_main_job_with_the_built_in_conversation() -> None:
     done, figures = run()
     assert done.returncode == 0, done.stderr
     assert figures["missing_outcomes"] == []
-    assert figures["identical"] == figures["requests"] == 14
-    for name in ("hit_tokens_local", "hit_tokens_remote", "bytes_by_tcp", "hits_beyond_prompt", "evictions"):
+    assert figures["identical"] == figures["requests"] == 16
+    for name in ("hit_tokens_local", "hit_tokens_remote", "hit_tokens_ssd", "bytes_by_tcp", "hits_beyond_prompt"):
         assert figures[name] > 0, name
+    assert figures["evictions"] > 0 and figures["demotions"] > 0
+    assert figures["ssd_hits_after_restart"] > 0 and figures["recovered_chunks"] > 0
     assert figures["hits_after_node_death"] is True
     assert {pick["prefill_worker_id"] for pick in figures["picks"]} == {"prefill-1", "prefill-2"}
     assert any(pick["local_run"] > 0 for pick in figures["picks"])

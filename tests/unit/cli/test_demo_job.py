@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,13 +33,24 @@ PICK = Pick("prefill-1", "decode-1", 0, 0, "longest_prefix", (), TICKET)
 class FakeCluster:
     """Answers follow from the prompt's length; a prompt's hits are what the longest known history covers."""
 
-    def __init__(self, *, forgets_on_death: bool = False, wrong_cold: bool = False, evicts: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        forgets_on_death: bool = False,
+        wrong_cold: bool = False,
+        evicts: int = 3,
+        forgets_on_restart: bool = False,
+        ssd_hits: int = 2,
+    ) -> None:
         layout = PageLayout(layers=1, kv_heads=1, head_dim=1, dtype=Dtype.FP32, page_tokens=4, pages_per_chunk=1)
         self.namespace = Namespace("m", "r", layout)
         self.killed = False
         self._forgets_on_death = forgets_on_death
         self._wrong_cold = wrong_cold
         self._evicts = evicts
+        self._forgets_on_restart = forgets_on_restart
+        self._ssd_hits = ssd_hits
+        self.restarts = 0
         self._stored: set[tuple[int, ...]] = set()
         self._lock = threading.Lock()
 
@@ -53,6 +65,7 @@ class FakeCluster:
         prefill = {
             "hit_tokens_local": 0,
             "hit_tokens_remote": run,
+            "hit_tokens_ssd": 0 if self._forgets_on_restart and self.restarts else self._ssd_hits,
             "computed_tokens": len(prompt) - run,
             "bytes_by_path": {"tcp": run},
             "ttft_ms": 1.0,
@@ -61,6 +74,7 @@ class FakeCluster:
         decode = {
             "hit_tokens_local": len(prompt),
             "hit_tokens_remote": 0,
+            "hit_tokens_ssd": 0,
             "bytes_by_path": {"shm": 9},
             "first_digest": "first",
             "digest": "last",
@@ -77,8 +91,12 @@ class FakeCluster:
         if self._forgets_on_death:
             self._stored.clear()
 
-    def evictions(self) -> int:
-        return self._evicts
+    def restart_prefill_node(self) -> int:
+        self.restarts += 1
+        return 11
+
+    def moves(self) -> Counter[str]:
+        return Counter(evictions=self._evicts, demotions=5)
 
 
 def new_report() -> Report:
@@ -95,12 +113,15 @@ def run(cluster: FakeCluster) -> Report:
 def test_a_good_run_misses_nothing() -> None:
     cluster = FakeCluster()
     report = run(cluster)
-    assert cluster.killed
+    assert cluster.killed and cluster.restarts == 1
     assert report.missing_outcomes() == []
     figures = report.figures()
-    assert figures["requests"] == figures["identical"] == generated_requests() == SESSIONS * TURNS + 2
-    assert figures["later_turns"] == figures["hits_beyond_prompt"] == SESSIONS * (TURNS - 1) + 1
+    assert figures["requests"] == figures["identical"] == generated_requests() == SESSIONS * TURNS + 4
+    assert figures["later_turns"] == figures["hits_beyond_prompt"] == SESSIONS * (TURNS - 1) + 2
     assert figures["hits_after_node_death"] is True
+    assert (figures["recovered_chunks"], figures["ssd_hits_after_restart"]) == (11, 2)
+    assert figures["hit_tokens_ssd"] == 2 * figures["requests"]
+    assert (figures["evictions"], figures["demotions"]) == (3, 5)
     assert (figures["ttft_cold_ms"], figures["ttft_warm_ms"]) == (2.0, 1.0)
     assert figures["bytes_by_tcp"] == figures["hit_tokens_remote"] > 0
 
@@ -110,6 +131,9 @@ def test_what_did_not_occur_is_named() -> None:
     assert run(FakeCluster(forgets_on_death=True)).missing_outcomes() == [
         "hits of prompt and answer after the death of the prefill's node"
     ]
+    restarted = "SSD hits of a node that was killed and started again"
+    assert run(FakeCluster(forgets_on_restart=True)).missing_outcomes() == [restarted]
+    assert run(FakeCluster(ssd_hits=0)).missing_outcomes() == ["SSD hits", restarted]
     different = run(FakeCluster(wrong_cold=True))
     assert different.missing_outcomes() == ["outputs identical to a cold run"]
     assert len(different.different) == generated_requests()

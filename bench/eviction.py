@@ -9,8 +9,7 @@ policy, which is fed a prompt's blocks head first and knows no chains; `hit_rati
 a gap, for both. `published` = the LRU figure that comes with the traces. `cost_ratio` = share of the prefill's cost
 that the hits save, where a deep chunk costs more: GDSF's measure.
 
-`op: two_tiers` (conversation): DRAM for 5,000 chunks and an SSD for 25,000, by admission and by the part of DRAM that
-the cleaner keeps free or written.
+`op: two_tiers` (conversation): DRAM for 5,000 chunks and an SSD for 25,000, by admission.
 
 The traces lie in the folder that KVSTORE_TRACES names, else in ../shared/traces beside the repository.
 """
@@ -37,7 +36,6 @@ from kvstore.node.eviction.gdsf import recompute_cost
 CAPACITIES = (1000, 5859, 10_000, 30_000)
 DRAM_CHUNKS, SSD_CHUNKS = 5000, 25_000
 TWO_TIERS_TRACE = "conversation"
-CLEAN_SHARES = (0.25, 1.0)
 PEERS = {"lru": "LRU", "s3fifo": "S3FIFO", "sieve": "Sieve", "arc": "ARC", "gdsf": "GDSF"}
 PUBLISHED = {
     "conversation": {
@@ -109,36 +107,29 @@ def one_tier(trace: str, requests: Sequence[Request]) -> None:
 
 
 def two_tiers(trace: str, requests: Sequence[Request]) -> None:
-    """DRAM and SSD, by policy, admission and share of clean DRAM."""
+    """DRAM and SSD, by policy and admission."""
     for policy in policy_names():
         for admission in ADMISSIONS:
-            for clean_share in CLEAN_SHARES:
-                counts = simulate(
-                    requests,
-                    capacity_blocks=DRAM_CHUNKS,
-                    ssd_blocks=SSD_CHUNKS,
-                    policy=policy,
-                    admission=admission,
-                    clean_share=clean_share,
-                )
-                report(
-                    bench="eviction",
-                    op="two_tiers",
-                    trace=trace,
-                    policy=policy,
-                    dram_chunks=DRAM_CHUNKS,
-                    ssd_chunks=SSD_CHUNKS,
-                    admission=admission,
-                    clean_share=clean_share,
-                    count=counts.blocks,
-                    hit_ratio=round(counts.block_ratio, 4),
-                    token_ratio=round(counts.token_ratio, 4),
-                    dram_hit_ratio=round(counts.dram_hit_blocks / counts.blocks, 4),
-                    ssd_chunks_written=counts.ssd_blocks_written,
-                    evicted_chunks=counts.evictions,
-                    lost_chunks=counts.lost_blocks,
-                    condition="cold",
-                )
+            counts = simulate(
+                requests, capacity_blocks=DRAM_CHUNKS, ssd_blocks=SSD_CHUNKS, policy=policy, admission=admission
+            )
+            report(
+                bench="eviction",
+                op="two_tiers",
+                trace=trace,
+                policy=policy,
+                dram_chunks=DRAM_CHUNKS,
+                ssd_chunks=SSD_CHUNKS,
+                admission=admission,
+                count=counts.blocks,
+                hit_ratio=round(counts.block_ratio, 4),
+                token_ratio=round(counts.token_ratio, 4),
+                dram_hit_ratio=round(counts.dram_hit_blocks / counts.blocks, 4),
+                ssd_chunks_written=counts.ssd_blocks_written,
+                evicted_chunks=counts.evictions,
+                lost_chunks=counts.lost_blocks,
+                condition="cold",
+            )
 
 
 def main() -> int:

@@ -60,6 +60,19 @@ def test_little_room_evicts_as_the_simulation_does(traces_folder: Path, policy: 
     assert figures["hit_chunk_ratio"] == pytest.approx(computed["hit_chunk_ratio"], abs=0.005)
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "gdsf"])
+def test_two_tiers_hit_what_the_simulation_does(traces_folder: Path, policy: str) -> None:
+    """Sharp: how often a read counts as a use, when room is made, and what is saved in which order all show here."""
+    options = ("--room-chunks", "300", "--ssd-chunks", "1500", "--requests", "300", "--eviction", policy)
+    figures = replay(traces_folder / "synthetic_trace.jsonl", *options, "--tolerance", "0.005")
+    computed = replay(traces_folder / "synthetic_trace.jsonl", *options, "--offline")
+    assert figures["wrong_bytes"] == figures["saves_given_up"] == 0
+    assert figures["ssd_hits"] > 0 and figures["evictions"] > 0
+    assert figures["offline_hit_chunk_ratio"] == computed["hit_chunk_ratio"]
+    for name in ("dram_hits", "ssd_hits", "ssd_chunks_written"):
+        assert figures[name] == pytest.approx(computed[name], abs=0.005 * figures["chunks"]), name
+
+
 def test_the_whole_synthetic_trace_gives_the_published_figures(traces_folder: Path) -> None:
     figures = replay(traces_folder / "synthetic_trace.jsonl", "--nodes", "2")
     assert figures["wrong_bytes"] == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.analytics import replay
 from kvstore.analytics.offline import simulate
 from kvstore.analytics.replay import Replayer, payloads, replay_namespace
 from kvstore.analytics.trace import Request
@@ -73,6 +74,20 @@ def test_live_hits_equal_the_simulation(client: kvstore.Client) -> None:
     assert replayer.remote_hits == 0
     assert sum(replayer.misses.values()) == expected.blocks - expected.hit_blocks
     assert not replayer.refused
+
+
+def test_a_request_waits_until_its_chunks_are_saved_but_not_for_ever(
+    client: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter([3, 1, 0, 0])
+    replayer = Replayer([client], NAMESPACE, lambda: next(left))
+    replayer.serve(0, Request(0, BLOCK, 1, (1,), BLOCK))
+    replayer.serve(1, Request(0, BLOCK, 1, (2,), BLOCK))
+    assert (replayer.save_waits, replayer.saves_given_up) == (2, 0)
+    monkeypatch.setattr(replay, "SAVE_WAIT_S", 0.0)
+    stuck = Replayer([client], NAMESPACE, lambda: 1)
+    stuck.serve(0, Request(0, BLOCK, 1, (3,), BLOCK))
+    assert stuck.saves_given_up == 1
 
 
 def test_wrong_bytes_are_seen(client: kvstore.Client) -> None:

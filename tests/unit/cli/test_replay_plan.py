@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.analytics.trace import Request
 from kvstore.cli import main
-from kvstore.cli.replay import SPARE_BYTES, _Plan
+from kvstore.cli.replay import SPARE_BYTES, _check_distance, _node_figures, _Plan
+from kvstore.errors import KvStoreError
 from kvstore.node.slots import ssd_file_bytes
 
 SLOT = 8192
@@ -54,6 +55,19 @@ def test_only_like_is_compared_with_like() -> None:
     assert plan(room_chunks=2).is_comparable
     assert plan(node_count=3).is_comparable
     assert not plan(node_count=3, room_chunks=2).is_comparable
+
+
+def test_a_pool_that_hits_something_else_than_computed_fails() -> None:
+    result = {"hit_chunk_ratio": 0.31, "offline_hit_chunk_ratio": 0.3}
+    _check_distance(result, 0.011)
+    _check_distance({"hit_chunk_ratio": 0.31}, 0.0)
+    with pytest.raises(KvStoreError, match=r"hit ratio 0\.31, but 0\.3 was computed"):
+        _check_distance(result, 0.005)
+
+
+def test_figures_of_the_nodes_are_summed_under_the_names_of_the_computation() -> None:
+    figures = _node_figures([{"evictions": 2, "saves": 3, "chunks": 9}, {"evictions": 1}])
+    assert figures == {"evictions": 3, "ssd_chunks_written": 3}
 
 
 def test_the_computation_alone_shows_hits_by_tier(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,42 +210,47 @@ class SimulatedNode:
             self._write_batch(self._next_batch())
 
     def _next_batch(self) -> list[bytes]:
+        """The blocks that wait longest, each behind its ancestors; the rest of a long prompt comes with the next."""
         batch: dict[bytes, None] = {}
         for key in self._to_clean:
-            chain: list[bytes] = []
+            line: list[bytes] = []
             at: bytes | None = key
             while at is not None and at not in self._ssd and at not in batch:
-                chain.append(at)
+                line.append(at)
                 at = self._blocks[at].parent
-            if batch and len(batch) + len(chain) > BATCH_BLOCKS:
-                break
-            batch.update(dict.fromkeys(reversed(chain)))
+            for each in reversed(line):
+                if len(batch) >= BATCH_BLOCKS:
+                    return list(batch)
+                batch[each] = None
         return list(batch)
 
     def _write_batch(self, batch: Sequence[bytes]) -> None:
-        """Make room for as much as goes, then add what has its parent there: an earlier one may have pushed it out."""
+        """Make room for as much as goes, then add it. What found no room waits for another use."""
         kept: set[bytes] = set()
-        coming = 0
+        coming: dict[bytes, None] = {}
+        wanted = set(batch)
         for key in batch:
             parent = self._blocks[key].parent
-            kept.update({key} if parent is None else {key, parent})
-            for gone in self._ssd.evict(coming + 1, kept):
-                if gone not in self._dram:
+            if parent is not None and parent not in self._ssd and parent not in coming:
+                if parent in wanted:
+                    self._to_clean.pop(key, None)
+                continue  # else an earlier one has just pushed it out: the next batch brings both
+            added = ({key} if parent is None else {key, parent}) - kept
+            for gone in self._ssd.evict(len(coming) + 1, kept | added):
+                if gone not in self._dram:  # what still is there is written again when it is used again
                     self._forget(gone)
-            if self._ssd.room_blocks is not None and len(self._ssd) + coming >= self._ssd.room_blocks:
-                break
-            coming += 1
-        added = []
-        for key in batch[:coming]:
-            parent = self._blocks[key].parent
-            if parent is None or parent in self._ssd:
-                self._ssd.add([key])
+            if self._ssd.room_blocks is not None and len(self._ssd) + len(coming) >= self._ssd.room_blocks:
                 self._to_clean.pop(key, None)
-                added.append(key)
-        for key, after in zip_longest(added, added[1:]):
+                continue
+            kept |= added
+            coming[key] = None
+        arrived = list(coming)
+        self._ssd.add(arrived)
+        for key, after in zip_longest(arrived, arrived[1:]):
+            self._to_clean.pop(key, None)
             if after is None or self._blocks[after].parent != key:  # the end of a run
                 self._ssd.order(self._chain(key))
-        self.ssd_blocks_written += len(added)
+        self.ssd_blocks_written += len(arrived)
 
     def _chain(self, key: bytes) -> list[bytes]:
         """A block and all above it, head first."""

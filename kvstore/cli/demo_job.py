@@ -148,7 +148,7 @@ def generated_shape(namespace: Namespace, vocabulary: int, seed: int) -> tuple[W
 
 
 def generated_requests() -> int:
-    """Requests of the generated job: all sessions, the one during which a node is restarted, the one that outlives it."""
+    """Requests of the generated job: all sessions, the one with a node's restart, the one that outlives a node."""
     return SESSIONS * TURNS + 4
 
 

@@ -223,6 +223,7 @@ class Saver:
         """Slots for these chunks. One that gets none keeps no other one off the SSD, only what hangs on it."""
         moves: list[Move] = []
         begun: set[Chunk] = set()
+        batch = frozenset(chunks)
         for number, chunk in enumerate(chunks, 1):
             if not number % STEP_CHUNKS:
                 await asyncio.sleep(0)
@@ -230,7 +231,10 @@ class Saver:
                 continue
             parent = chunk.parent
             if parent is not None and not parent.ssd and parent not in begun:
-                self._pool.no_room_for(chunk)
+                if parent in batch:
+                    self._pool.no_room_for(chunk)
+                else:  # an earlier one has just pushed it out: the next batch brings both
+                    self._pool.put_off(chunk)
                 continue
             kept = ({chunk} if parent is None else {chunk, parent}) - self._tier.kept
             self._tier.kept |= kept

@@ -370,6 +370,8 @@ class Pool:
         if self.ssd is not None:
             self.ssd.leave(chunk, free=free_on_ssd)
         chunk.published = False
+        if chunk.first_child is not None:
+            self._untell_below(chunk)
         self.forest.remove(chunk)
 
     def _hide(self, chunk: Chunk, shard: int, copy: Copy, tier: TierName) -> None:
@@ -453,6 +455,14 @@ class Pool:
             for each in current.shards:
                 self._publish(EventKind.PUBLISH, current, each, _best(current, each))
             stack.extend(current.children())
+
+    def _untell_below(self, chunk: Chunk) -> None:
+        """What hangs on it becomes an orphan (the SSD lost the chunk alone): not told until the chunk is back."""
+        for each in self.forest.subtree(chunk):
+            if each.published:
+                each.published = False
+                for shard in each.shards:
+                    self._publish(EventKind.WITHDRAW, each, shard, _best(each, shard))
 
     def check(self) -> None:
         """All records agree. Called by tests after every step."""

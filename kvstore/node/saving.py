@@ -335,6 +335,7 @@ class Saver:
                     pool.to_save.pop(chunk, None)
             self._moving.remove(move.ssd_slot)
         self._tier.kept.clear()
+        self._tier.trim()  # what is being written did not count for the bound of its group
         for last in _ends(list(arrived)):
             pool.order_on_ssd(last)
             await asyncio.sleep(0)

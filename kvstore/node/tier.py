@@ -187,7 +187,7 @@ class Tier:
         for other in self._groups(size, group):
             if len(victims) >= count:
                 break
-            self._choose(size, other, self._spare(other, size, count, own=other == group), victims, count)
+            self._choose(size, other, self._spare_bytes(other, own=other == group), victims, count)
         self._drop(victims)
         return bool(victims)
 
@@ -197,7 +197,7 @@ class Tier:
             if each == group and excess_bytes > 0:
                 before = len(victims)
                 wanted = -(-excess_bytes // size)
-                self._choose(size, group, wanted, victims, before + wanted)
+                self._choose(size, group, self.group_bytes[group], victims, before + wanted)
                 excess_bytes -= (len(victims) - before) * size
         self._drop(victims)
 
@@ -211,11 +211,9 @@ class Tier:
     def _kept_bytes(self, group: int) -> int:
         return self.bounds[group].min_bytes if group in self.bounds else 0
 
-    def _spare(self, group: int, size: int, count: int, *, own: bool) -> int:
-        """How many chunks of a group may go for another one: it keeps its minimum. For itself all of them."""
-        if own or group not in self.bounds:
-            return count
-        return max(0, (self.group_bytes[group] - self._kept_bytes(group)) // size)
+    def _spare_bytes(self, group: int, *, own: bool) -> int:
+        """How much of a group may go for another one: it keeps its minimum. For itself all of it."""
+        return self.group_bytes[group] - (0 if own else self._kept_bytes(group))
 
     def _drop(self, victims: dict[Chunk, None]) -> None:
         now_s = self._clock()
@@ -243,17 +241,20 @@ class Tier:
                     return chosen
         return chosen
 
-    def _choose(self, size: int, group: int, spare: int, chosen: dict[Chunk, None], count: int) -> None:
-        """Add up to `spare` chunks of one policy to `chosen`, until there are `count`."""
+    def _choose(self, size: int, group: int, spare_bytes: int, chosen: dict[Chunk, None], count: int) -> None:
+        """Add chunks of one policy to `chosen`, until there are `count` or the next one has more than is to spare."""
         policy = self._policies.get((size, group))
-        if policy is None or spare <= 0:
+        if policy is None or spare_bytes <= 0:
             return
-        chunks, stop = self._forest.chunks, min(count, len(chosen) + spare)
+        chunks = self._forest.chunks
         for key in islice(policy.victims(), _SCAN_LIMIT):
             chunk = chunks[key]
             if chunk not in chosen and self._may_go(chunk, chosen):
+                spare_bytes -= self._bytes_of(chunk)  # of all its shards
+                if spare_bytes < 0:
+                    return
                 chosen[chunk] = None
-                if len(chosen) >= stop:
+                if len(chosen) >= count:
                     return
 
     def _may_go(self, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
@@ -288,11 +289,12 @@ class Tier:
         return False
 
     def _all_of(self, offsets: set[int]) -> dict[Chunk, None]:
-        """Every chunk that has a slot at these offsets, with what must go before it; empty if one may not go."""
+        """Every chunk that has a slot at these offsets, with what must go before it; empty if one may not go, or a
+        group would be left with less than its minimum."""
         owners = []
         for offset in offsets:
             owner = self._owners.get(offset // UNIT_BYTES)
-            if owner is None or self._kept_bytes(owner.space.group) >= self.group_bytes[owner.space.group] > 0:
+            if owner is None:
                 return {}
             owners.append(owner)
         below = {chunk: None for owner in owners for chunk in self._forest.subtree(owner)}
@@ -303,7 +305,13 @@ class Tier:
             if not self._may_go(chunk, chosen):
                 return {}
             chosen[chunk] = None
-        return chosen
+        left = self.group_bytes.copy()
+        for chunk in chosen:
+            left[chunk.space.group] -= self._bytes_of(chunk)
+        return {} if any(left[each.space.group] < self._kept_bytes(each.space.group) for each in chosen) else chosen
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        return sum(copy.size_bytes for copy in self.copies(chunk).values())
 
     def _has_class(self, chunk: Chunk, size: int) -> bool:
         return any(copy.size_bytes == size for copy in self.copies(chunk).values())
@@ -327,7 +335,7 @@ class Tier:
         assert self.chunk_count == len(chunks) == sum(len(policy) for policy in self._policies.values())
         used: Counter[int] = Counter()
         for chunk in chunks:
-            used[chunk.space.group] += sum(copy.size_bytes for copy in self.copies(chunk).values())
+            used[chunk.space.group] += self._bytes_of(chunk)
         assert used == +self.group_bytes, "bytes of the quota groups"
         assert owned.keys() <= self.allocator.used_slots(), "a committed slot that is free"
 

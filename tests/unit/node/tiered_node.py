@@ -159,7 +159,7 @@ class TieredNode:
     # --- reading -----------------------------------------------------------------------------------------
 
     async def read(
-        self, space: Namespace, keys: Keys, rectangle: Rectangle | None = None
+        self, space: Namespace, keys: Keys, rectangle: Rectangle | None = None, deadline_s: float = WAIT_S
     ) -> tuple[list[int], MissReason | None]:
         """Leading chunks that can be had, each by the version of its pages (see `version_of`); why not the next."""
         rectangle = rectangle or space.layout.whole
@@ -172,7 +172,7 @@ class TieredNode:
             if chunk.covering(rectangle) is not None:
                 versions.append(self.version_of(chunk, rectangle))
                 continue
-            ends_s = time.monotonic() + WAIT_S
+            ends_s = time.monotonic() + deadline_s
             staged, reason = await self.tiers.stage(keys, rectangle, len(versions), ends_s)
             if not staged:
                 return versions, reason

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import large_ssd
 import pytest
-from ssd_life import Due, GatedDisk, Life, due, live, wrong_after
+from node_thread import NodeThread
+from ssd_life import FIRST, SSD_BYTES, Due, GatedDisk, Life, due, live, wrong_after
 
 from kvstore.model import checksum
+from kvstore.model.layout import Geometry
 from kvstore.node import slots, tiers
 from kvstore.node.arena.ssd import SsdArena
+from kvstore.node.arena.ssd_file import Buffer, Calls
 from kvstore.node.memory import UNIT_BYTES
 from kvstore.node.pool import Pool
 from tests.unit.node import tiered_node
+from tests.unit.node.small_node import keys_of
 from tests.unit.node.ssd_setting import Event, image_of
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extents of four slots."""
     monkeypatch.setattr(slots, "EXTENT_BYTES", 1)
@@ -105,12 +113,14 @@ def wrongs(cases: Iterator[Case], life: Life, path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_extents")
 def test_a_node_that_dies_at_any_disk_call_keeps_its_promises(tmp_path: Path) -> None:
     life = lived(tmp_path / "ssd")
     assert list(wrongs(crashes(life), life, tmp_path / "crashed")) == []
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_extents")
 def test_a_loss_of_power_breaks_no_promise(tmp_path: Path) -> None:
     life = lived(tmp_path / "ssd")
     assert list(wrongs(power_losses(life), life, tmp_path / "crashed")) == []
@@ -142,6 +152,7 @@ GUARDS: dict[str, tuple[Any, str, Any, Callable[[Life], Iterator[Case]]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_extents")
 @pytest.mark.parametrize("guard", GUARDS)
 def test_the_crashes_notice_a_guard_that_is_off(guard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, replacement, cases = GUARDS[guard]
@@ -154,6 +165,61 @@ def test_the_crashes_notice_a_guard_that_is_off(guard: str, tmp_path: Path, monk
         assert name in ("_stands", "differs"), exc  # a node that lives notices it itself
 
 
+@pytest.mark.usefixtures("small_extents")
 def test_the_crashes_notice_a_header_before_its_payload(tmp_path: Path) -> None:
     life = lived(tmp_path / "ssd", header_first=True)
     assert next(wrongs(crashes(life), life, tmp_path / "crashed"), "")
+
+
+async def removed_while_it_is_read(path: Path) -> None:
+    disk = GatedReads()
+    node = tiered_node.TieredNode(path, SSD_BYTES, slots=64, calls=disk.calls)
+    keys = keys_of(FIRST, 1, 1)
+    node.store(FIRST, keys)
+    assert await node.tiers.persist(keys, asyncio.get_running_loop().time() + 10) == (1, "")
+    await node.die()
+    node = tiered_node.TieredNode(path, SSD_BYTES, epoch=2, slots=64, calls=disk.calls)
+    session = node.session(FIRST, Geometry.whole(FIRST.layout)).number
+    disk.held.set()
+    reading = asyncio.create_task(node.read(FIRST, keys))
+    await node.until(disk.reached.is_set)
+    assert node.core.remove(session, FIRST.id, [keys[0]]) == 1
+    node.store(FIRST, keys, version=1)
+    disk.go_on.set()
+    await reading
+    assert await node.read(FIRST, keys) == ([1], None)
+    await node.tiers.forget_removed()
+    node.core.check()
+    assert not node.core.own_slots and not node.core.holds.moving
+    await node.die()
+
+
+class GatedReads:
+    """Holds the first read of a slot once `held` is set."""
+
+    def __init__(self) -> None:
+        self.held, self.reached, self.go_on = threading.Event(), threading.Event(), threading.Event()
+        self.calls = Calls(preadv=self._preadv, fdatasync=lambda fd: None)
+
+    def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        if self.held.is_set():
+            self.reached.set()
+            assert self.go_on.wait(10)
+        return os.preadv(fd, buffers, offset)
+
+
+def test_a_chunk_that_is_removed_while_it_is_read_back_is_not_delivered(tmp_path: Path) -> None:
+    asyncio.run(removed_while_it_is_read(tmp_path / "ssd"))
+
+
+@pytest.mark.slow
+def test_the_whole_start_with_100_gib_finds_every_chunk(tmp_path: Path) -> None:
+    chunks = large_ssd.make(tmp_path / "ssd", "raced")
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    node = NodeThread(tmp_path, ssd=f"{tmp_path}/ssd:100GiB", slots=1 << 16)
+    try:
+        print(f"{chunks} chunks: {time.perf_counter() - began_s:.1f} s, {time.process_time() - cpu_s:.1f} s of CPU")
+        assert node.core.pool.chunk_count == chunks > 51_200
+        node.call(node.core.check)
+    finally:
+        node.stop()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ from kvstore.node.chunks import Chunk
 from kvstore.node.holds import Holds
 from kvstore.node.pool import Pool
 from kvstore.node.tier import Tier
-from tests.model.tier_machine import ScanResistantTierMachine, TierMachine, walk
+from tests.model.tier_machine import SPACES, ScanResistantTierMachine, TierMachine, walk
+from tests.unit.node.small_node import keys_of
+from tests.unit.node.tiered_node import TieredNode
 
 VARIANTS = (TierMachine, ScanResistantTierMachine)
 TestTiers = pytest.mark.slow(TierMachine.TestCase)
@@ -49,19 +54,12 @@ def without_holds(tier: Tier, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
         chunk.holds = holds
 
 
-def without_kept(tier: Tier, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
-    kept, tier.kept = tier.kept, set()
-    try:
-        return may_go(tier, chunk, chosen)
-    finally:
-        tier.kept = kept
-
-
 may_go = Tier._may_go
+SEEDS = (1, 2, 4, 5)
+"""Walks of which at least one notices each guard that is off."""
 GUARDS: dict[str, tuple[Any, str, Any]] = {
     "leaf first on each tier": (Tier, "_may_go", without_children),
     "leases, pins and moves": (Tier, "_may_go", without_holds),
-    "kept parents": (Tier, "_may_go", without_kept),
     "minima of groups": (Tier, "_kept_bytes", lambda tier, group: 0),
     "bounds of groups": (Tier, "trim", lambda tier: None),
     "orphans are withdrawn": (Pool, "_untell_below", lambda pool, chunk: None),
@@ -84,4 +82,59 @@ def test_a_walk_over_both_tiers_notices_a_guard_that_is_off(
     owner, name, replacement = GUARDS[guard]
     monkeypatch.setattr(owner, name, replacement, raising=False)
     with pytest.raises((AssertionError, KeyError)):
-        walk(TierMachine(), seed=5, steps=1500)
+        for seed in SEEDS:
+            walk(TierMachine(), seed, steps=400)
+
+
+@pytest.mark.slow
+def test_the_same_walks_find_nothing_with_all_guards_on() -> None:
+    for seed in SEEDS:
+        walk(TierMachine(), seed, steps=400)
+
+
+async def grown_by_a_chunk(path: Path) -> tuple[int, int]:
+    """The SSD is full of one prompt, which grows: (chunks that are saved, how often one of them gave way)."""
+    node = TieredNode(path, (128 + 52) << 10, slots=64)
+    keys = keys_of(SPACES[0], 0, 5)
+    for chunks in (4, 5):
+        node.store(SPACES[0], keys.slice(0, chunks))
+        run, _ = await node.tiers.persist(keys.slice(0, chunks), time.monotonic() + 0.5)
+        node.core.check()
+    await node.die()
+    return run, node.core.pool.counts["ssd_copies_dropped"]
+
+
+def test_a_parent_is_kept_while_its_child_is_saved(tmp_path: Path) -> None:
+    assert asyncio.run(grown_by_a_chunk(tmp_path / "ssd")) == (4, 0)
+
+
+def test_without_that_it_gives_way_to_its_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_kept(tier: Tier, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
+        kept, tier.kept = tier.kept, set()
+        try:
+            return may_go(tier, chunk, chosen)
+        finally:
+            tier.kept = kept
+
+    monkeypatch.setattr(Tier, "_may_go", without_kept)
+    assert asyncio.run(grown_by_a_chunk(tmp_path / "ssd")) != (4, 0)
+
+
+async def writes_of_what_does_not_fit(path: Path) -> tuple[int, int]:
+    """Chunks in DRAM for which the SSD has no room together: how many are written, also after a pause."""
+    node = TieredNode(path, (128 + 52) << 10, slots=64)
+    node.tiers.start()
+    for prompt in range(6):
+        node.store(SPACES[0], keys_of(SPACES[0], prompt, 1))
+        await node.rest()
+    before = node.core.pool.counts["saves"]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await node.rest()
+    after = node.core.pool.counts["saves"]
+    await node.die()
+    return before, after
+
+
+def test_chunks_that_do_not_all_fit_do_not_push_each_other_out_for_ever(tmp_path: Path) -> None:
+    assert asyncio.run(writes_of_what_does_not_fit(tmp_path / "ssd")) == (6, 6)

@@ -156,7 +156,7 @@ class TierMachine(RuleBasedStateMachine):
         if space.id in self.pool.spaces:
             self.writer = space
             rectangle = rng.choice([r for geometry in GEOMETRIES for r in geometry.rectangles])
-            versions, _ = self._run(self.node.read(space, keys, rectangle, deadline_s=0.1))
+            versions, _ = self._run(self.node.read(space, keys, rectangle, deadline_s=0.5))
             self._run(self.node.until(lambda: not self.core.holds.moving))
             assert set(versions) <= {0}
 

@@ -60,6 +60,9 @@ class ReadBack:
         chunk. `ahead`: before a reader asks for them, which is no use of them yet. Returns how many chunks came, and
         why the next did not; None also where the bound of one call was reached. What came is in DRAM when this returns,
         and stays there until the caller gives the loop back.
+
+        Only the first chunk waits for a slot, and only where the reader has nothing before it to copy: what is held for
+        him may be just what has to leave the DRAM for the next.
         """
         batch = _Batch(self, ends_s)
         if first and (before := self._pool.forest.get(keys[first - 1])):
@@ -83,8 +86,10 @@ class ReadBack:
                     budget -= size
                 if not ahead:
                     self._pool.touch([chunk.key])  # before it comes: coming is no further use
-                if not await batch.want(chunk, wanted):
-                    reason = self._why_not(chunk, wanted)
+                has_some = bool(first or chunks)
+                if not await batch.want(chunk, wanted, waits=not (ahead or has_some)):
+                    why = self._why_not(chunk, wanted)
+                    reason = None if has_some and why is MissReason.STAGING_FULL else why
                     break
                 chunks.append(chunk)
             reason = await batch.wait() or reason
@@ -106,13 +111,13 @@ class ReadBack:
 
         Returns how many came whole. They push out what is colder, but none of the same call.
         """
-        batch = _Batch(self, ends_s, waits=False)
+        batch = _Batch(self, ends_s)
         count = 0
         try:
             for start in range(0, len(chunks), WARM_CHUNKS):
                 for chunk in chunks[start : start + WARM_CHUNKS]:
                     missing = [shard for shard in chunk.ssd if shard not in chunk.copies]
-                    if self._pool.forest.get(chunk.key) is not chunk or not await batch.want(chunk, missing):
+                    if self._pool.forest.get(chunk.key) is not chunk or not await batch.want(chunk, missing, waits=False):
                         break
                     count += 1
                 if await batch.wait() or count < min(start + WARM_CHUNKS, len(chunks)):
@@ -215,10 +220,9 @@ class ReadBack:
 class _Batch:
     """Reads that one caller waits for. They are handed to the disk together, so that neighbours go with one call."""
 
-    def __init__(self, owner: ReadBack, ends_s: float, *, waits: bool = True) -> None:
+    def __init__(self, owner: ReadBack, ends_s: float) -> None:
         self._owner = owner
         self._ends_s = ends_s
-        self._waits = waits
         self._held: list[Chunk] = []
         self._taken: list[Move] = []
         self._reads: list[Arrival] = []
@@ -228,8 +232,8 @@ class _Batch:
         self._owner.holds.keep(chunk)
         self._held.append(chunk)
 
-    async def want(self, chunk: Chunk, shards: Iterable[int]) -> bool:
-        """Also these shards; False if one finds no slot within the time."""
+    async def want(self, chunk: Chunk, shards: Iterable[int], *, waits: bool) -> bool:
+        """Also these shards; False if one finds no slot, now or (`waits`) within the time."""
         self.hold(chunk)
         for shard in shards:
             while (read := self._owner.under_way.get((chunk, shard))) is None:
@@ -238,7 +242,7 @@ class _Batch:
                     self._taken.append(move)
                     continue
                 left_s = self._ends_s - time.monotonic()
-                if not self._waits or left_s <= 0 or shard not in chunk.ssd or self._owner._has_failed():
+                if not waits or left_s <= 0 or shard not in chunk.ssd or self._owner._has_failed():
                     return shard in chunk.copies
                 self._start()
                 await self._owner.wait_for_room(left_s)

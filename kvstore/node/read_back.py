@@ -117,7 +117,9 @@ class ReadBack:
             for start in range(0, len(chunks), WARM_CHUNKS):
                 for chunk in chunks[start : start + WARM_CHUNKS]:
                     missing = [shard for shard in chunk.ssd if shard not in chunk.copies]
-                    if self._pool.forest.get(chunk.key) is not chunk or not await batch.want(chunk, missing, waits=False):
+                    if self._pool.forest.get(chunk.key) is not chunk or not await batch.want(
+                        chunk, missing, waits=False
+                    ):
                         break
                     count += 1
                 if await batch.wait() or count < min(start + WARM_CHUNKS, len(chunks)):

@@ -59,7 +59,7 @@ class Saver:
         self._work = asyncio.Event()
         self._described: object = None
         """What the superblock says, to see whether it has to be written again."""
-        self._spaces: dict[bytes, KnownNamespace] = {}
+        self._stored: dict[bytes, StoredNamespace] = {}
         """Namespaces in the superblock, in the order of their numbers there."""
         self._formatted: set[ExtentPlace] = set()
         self._moving: set[int] = set()
@@ -70,7 +70,7 @@ class Saver:
 
     def take_up(self, spaces: Sequence[KnownNamespace]) -> None:
         """What the file describes already: its namespaces, in their order; and the extents that are in use."""
-        self._spaces = {space.id: space for space in spaces}
+        self._stored = dict(zip((space.id for space in spaces), self._disk.arena.superblock.namespaces, strict=True))
         self._formatted = {ExtentPlace(*extent) for extent in self._allocator.extents()}
 
     @property
@@ -265,7 +265,7 @@ class Saver:
         try:
             await self._describe(moves)
             await self._empty(self._stale(moves))
-            await self._disk.write(moves)
+            await self._disk.write([each for each in moves if each.error is None])
             headers = [
                 (each.ssd_slot, self._header(each)) for each in moves if each.error is None and self._stands(each)
             ]
@@ -299,7 +299,7 @@ class Saver:
         return SlotHeader(
             key=chunk.key,
             parent_key=chunk.parent_key,
-            namespace_number=list(self._spaces).index(chunk.space.id) + 1,
+            namespace_number=list(self._stored).index(chunk.space.id) + 1,
             shard=move.shard,
             slot=move.ssd_slot,
             payload_bytes=chunk.space.kinds[move.shard].payload_bytes,
@@ -363,19 +363,30 @@ class Saver:
             self._unbacked = []
 
     async def _describe(self, moves: Sequence[Move]) -> None:
-        """The superblock knows the namespaces and extents of these moves, durably, before anything refers to them."""
-        for move in moves:
-            self._spaces.setdefault(move.chunk.space.id, move.chunk.space)
-        stored = tuple(_stored(space) for space in self._spaces.values())
-        if (self._allocator.cuts, stored) == self._described:
-            return
+        """The superblock knows the namespaces and extents of these moves, durably, before anything refers to them.
+
+        Where their namespaces do not fit any more, what it knows already is saved all the same.
+        """
+        spaces = dict.fromkeys(move.chunk.space for move in moves)
+        try:
+            await self._write_superblock(self._stored | {space.id: _stored(space) for space in spaces})
+        except LimitExceeded as exc:
+            await self._write_superblock(self._stored)
+            for move in moves:
+                known = self._stored.get(move.chunk.space.id, StoredNamespace(b"")).geometries
+                if all(geometry.digest != move.shard >> 8 for geometry, _ in known):
+                    move.error = exc
+
+    async def _write_superblock(self, stored: dict[bytes, StoredNamespace]) -> None:
         cuts = self._allocator.cuts
+        if (cuts, stored) == self._described:
+            return
         extents = [ExtentPlace(*extent) for extent in self._allocator.extents()]
         for extent in [each for each in extents if each not in self._formatted]:
             await self._disk.run(self._disk.arena.format_extent, extent)
-        await self._disk.run(self._disk.arena.write_superblock, stored, extents)
+        await self._disk.run(self._disk.arena.write_superblock, tuple(stored.values()), extents)
         self._formatted = set(extents)
-        self._described = (cuts, stored)
+        self._stored, self._described = stored, (cuts, stored)
 
     def check(self) -> None:
         """Every SSD slot in use belongs to a chunk, is being written, was removed, or has no room on the disk."""

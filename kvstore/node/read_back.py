@@ -146,6 +146,12 @@ class ReadBack:
         for each in self._pool.forest.subtree(chunk):
             if each.ssd:
                 self._pool.drop_from_ssd(each)
+                self.let_pins_wait(each)
+
+    def let_pins_wait(self, chunk: Chunk) -> None:
+        """After its SSD copies were dropped: pins stop counting a chunk that left with them, and wait for it."""
+        if chunk.holds and self._pool.forest.get(chunk.key) is not chunk:
+            self.holds.forget(chunk)
 
     # --- one read ----------------------------------------------------------------------------------------
 

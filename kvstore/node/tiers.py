@@ -129,6 +129,7 @@ class TierStack:
                 for number, chunk in enumerate(on_ssd, 1):
                     if self._pool.forest.get(chunk.key) is chunk and chunk.ssd:
                         self._pool.evict_from_ssd(chunk)
+                        self._read_back.let_pins_wait(chunk)
                     if not number % STEP_CHUNKS:
                         await asyncio.sleep(0)
             self._pool.close_ssd()

@@ -5,7 +5,8 @@ chunks go, one policy a slot class and quota group) and the owners of the slots.
 index: the pool does, when the tier asks it to let a chunk go (`LetGo`).
 
 Order of eviction: orphans, then chunks that stayed uncovered for 60 s, then the policy's order. What goes is always a
-leaf of this tier; a chunk whose only copies lie here must be a leaf of the whole node, and nobody may hold it.
+leaf of this tier; a chunk that would lose its only copy of a shard must be a leaf of the whole node, and nobody may
+hold it.
 """
 
 from __future__ import annotations
@@ -260,7 +261,8 @@ class Tier:
     def _may_go(self, chunk: Chunk, chosen: dict[Chunk, None]) -> bool:
         """Nobody holds it here, and all children that need it here go as well."""
         is_dram = self._is_dram
-        is_last = not (chunk.ssd if is_dram else chunk.copies or chunk.pending)
+        # On the SSD it is enough that one shard is nowhere else: the ranks of a reader come one by one.
+        is_last = not chunk.ssd if is_dram else any(shard not in chunk.copies for shard in chunk.ssd)
         if (chunk.holds and (is_dram or is_last)) or (chunk.pending and is_dram) or chunk in self.kept:
             return False
         for child in chunk.children():

@@ -6,7 +6,7 @@ by one geometry at a time; a chunk is told to the index only when it is covered 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
@@ -293,13 +293,13 @@ class Forest:
             if chunk.space is space and chunk.is_committed and not chunk.covered_here:
                 self.uncovered.setdefault(chunk.key)
 
-    def subtree(self, chunk: Chunk) -> list[Chunk]:
-        """The chunk and everything below it, children before parents."""
+    def subtree(self, chunk: Chunk, but: Collection[Chunk] = ()) -> list[Chunk]:
+        """The chunk and everything below it, children before parents; without `but` and what is below those."""
         order, stack = [], [chunk]
         while stack:
             current = stack.pop()
             order.append(current)
-            stack.extend(current.children())
+            stack.extend(child for child in current.children() if child not in but)
         return order[::-1]
 
     def orphan_heads(self) -> Iterator[Chunk]:

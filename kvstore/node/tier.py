@@ -299,9 +299,12 @@ class Tier:
             if owner is None:
                 return {}
             owners.append(owner)
-        below = {chunk: None for owner in owners for chunk in self._forest.subtree(owner)}
+        below: dict[Chunk, None] = {}  # children before parents, each looked at once
+        for owner in owners:
+            if owner not in below:
+                below |= dict.fromkeys(self._forest.subtree(owner, below))
         chosen: dict[Chunk, None] = {}
-        for chunk in sorted(below, key=_depth, reverse=True):
+        for chunk in below:
             if not chunk.pending and not self.copies(chunk):
                 continue  # it has no part in this tier
             if not self._may_go(chunk, chosen):
@@ -340,10 +343,3 @@ class Tier:
             used[chunk.space.group] += self._bytes_of(chunk)
         assert used == +self.group_bytes, "bytes of the quota groups"
         assert owned.keys() <= self.allocator.used_slots(), "a committed slot that is free"
-
-
-def _depth(chunk: Chunk) -> int:
-    depth, above = 0, chunk.parent
-    while above is not None:
-        depth, above = depth + 1, above.parent
-    return depth

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 ROOM_POLL_S = 0.01
 WINDOW_BYTES = 64 << 20
 """One call brings at most so much, so that a reader copies while the next part is on its way."""
+STEP_CHUNKS = 64
+"""Chunks that one turn of the event loop finds slots for: a few milliseconds."""
 WARM_CHUNKS = 64
 """Chunks of a promotion that are under way at a time."""
 
@@ -72,6 +74,8 @@ class ReadBack:
         reason = None
         try:
             for index in range(first, len(keys)):
+                if not (index - first + 1) % STEP_CHUNKS:
+                    await asyncio.sleep(0)  # what was wanted so far is held
                 chunk = self._pool.forest.get(keys[index])
                 shards = chunk.covering_anywhere(rectangle) if chunk is not None else None
                 if chunk is None or shards is None:

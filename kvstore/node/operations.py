@@ -48,7 +48,7 @@ class Promoter(Protocol):
         """Take a chunk's copies, and all below, out of the slower tier."""
 
     async def forget_removed(self) -> None:
-        """Wait until what was removed cannot come back after a restart."""
+        """Wait until what was removed cannot come back after a restart. Raises StorageFailed where it might."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from kvstore.errors import CapacityExhausted, KvStoreError, LimitExceeded
+from kvstore.errors import CapacityExhausted, KvStoreError, LimitExceeded, StorageFailed
 from kvstore.model.prefix import Keys
 from kvstore.node.arena.ssd_format import ExtentPlace, SlotHeader, StoredNamespace
 from kvstore.node.chunks import Chunk, KnownNamespace
@@ -88,7 +88,7 @@ class Saver:
         while not self._has_failed():
             self._work.clear()
             if self._pool.removed_slots:
-                await self.forget_removed()
+                await self._whole(self._forget_removed())
             self._try_fresh_slots()
             if not self._pool.to_save or not await self.save_coldest():
                 try:
@@ -142,9 +142,17 @@ class Saver:
         return not self._has_failed()
 
     async def forget_removed(self) -> None:
-        """Zero the headers of what was removed and wait for the disk: a restart does not find it any more."""
+        """Zero the headers of what was removed and wait for the disk: a restart does not find it any more.
+
+        Raises StorageFailed where that cannot be promised, because the tier is out of service.
+        """
         if not self._has_failed():
             await self._whole(self._forget_removed())
+        if self._has_failed():
+            raise StorageFailed(
+                f"what was removed is gone until the node restarts, which may find it again on {self._disk.arena.path}, "
+                "an SSD file that is out of service: delete that file before the next start"
+            )
 
     async def _forget_removed(self) -> None:
         async with self.lock:

@@ -7,6 +7,7 @@ quarantined: it is not handed out again before the writing process is certainly 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -205,6 +206,7 @@ class Reservations:
             parent_key,
         )
         attempt.writer.held_bytes += size
+        pool.dram.reserved_bytes[attempt.space.group] += size
         return Grant(chunk, slot, entry, size)
 
     # --- the ends of a grant -----------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class Reservations:
         if self._pool.forest.get(grant.chunk.key) is not grant.chunk:  # removed while it was being written
             self._undo(attempt, index)
             return Outcome.REFUSED_STALE
-        del attempt.grants[index]
+        self._end(attempt, index)
         del grant.chunk.pending[attempt.shard]
         attempt.writer.held_bytes -= grant.size_bytes
         attempt.committed.add(index)
@@ -269,7 +271,7 @@ class Reservations:
         """The attempt ends, but its process may still write: keep the slots out of use."""
         kept = []
         for index in list(attempt.grants):
-            grant = attempt.grants.pop(index)
+            grant = self._end(attempt, index)
             self._leave_chunk(attempt, grant)
             self._pool.catalog.set_state(grant.slot, SlotState.QUARANTINED)
             kept.append((grant.slot, grant.size_bytes))
@@ -286,10 +288,15 @@ class Reservations:
             self.acknowledge(writer, number)
 
     def _undo(self, attempt: Attempt, index: int) -> None:
-        grant = attempt.grants.pop(index)
+        grant = self._end(attempt, index)
         self._leave_chunk(attempt, grant)
         attempt.writer.held_bytes -= grant.size_bytes
         self._pool.free_slot(grant.slot)
+
+    def _end(self, attempt: Attempt, index: int) -> Grant:
+        grant = attempt.grants.pop(index)
+        self._pool.dram.reserved_bytes[attempt.space.group] -= grant.size_bytes
+        return grant
 
     def _leave_chunk(self, attempt: Attempt, grant: Grant) -> None:
         self._pool.catalog.unclaim(grant.entry)
@@ -315,6 +322,10 @@ class Reservations:
             reserved = sum(g.size_bytes for a in writer.attempts.values() for g in a.grants.values())
             kept = sum(size for slots in writer.quarantined.values() for _, size in slots)
             assert writer.held_bytes == reserved + kept <= writer.limit_bytes, "held bytes"
+        reserved_by_group: Counter[int] = Counter()
+        for attempt in self.attempts.values():
+            reserved_by_group[attempt.space.group] += sum(grant.size_bytes for grant in attempt.grants.values())
+        assert +reserved_by_group == +self._pool.dram.reserved_bytes, "reserved bytes of the quota groups"
         pending = {(c.key, s) for c in self._pool.forest.chunks.values() for s in c.pending}
         owned = {(g.chunk.key, a.shard) for a in self.attempts.values() for g in a.grants.values()}
         assert pending <= owned, "a pending mark without a grant"

@@ -7,10 +7,14 @@ import pytest
 
 from kvstore.errors import InvalidRequest, LimitExceeded
 from kvstore.model.layout import Geometry
+from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import Outcome
 from kvstore.node import RESERVATION_LIFETIME_MS, reservations
+from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.core import CoreSettings
+from kvstore.node.quotas import Quota
+from kvstore.node.tier import Bounds
 from tests.unit.node.small_node import SMALL, WIDE, SmallNode, keys_of, namespace
 
 SPACE = namespace()
@@ -227,3 +231,19 @@ def test_shards_of_two_ranks_are_two_first_copies() -> None:
     assert node.resident(keys) == 0 and node.resident(keys, halves.rectangles[0]) == 2
     node.commit(two, second.attempt, [0, 1])
     assert node.resident(keys) == 2
+
+
+def test_reserved_bytes_count_for_the_maximum_of_a_quota() -> None:
+    quota = Quota("model", Bounds(0, 8 * UNIT_BYTES), Bounds())
+    node = SmallNode(slots=64, settings=CoreSettings(session_share=0.5, quotas=(quota,)))
+    other = Namespace("other", "r1", SMALL)
+    others = keys_of(other, 9, 30)
+    node.store(node.open(other), others)
+    sessions = [node.open(namespace()) for _ in range(2)]
+    first = node.reserve(sessions[0], keys_of(namespace(), 1, 8))
+    assert node.reserve(sessions[1], keys_of(namespace(), 2, 8)).outcomes == [Outcome.REFUSED_QUOTA] * 8
+    assert node.resident(others) == 30
+    node.core.abort(sessions[0].number, first.attempt)
+    assert node.reserve(sessions[1], keys_of(namespace(), 2, 8)).outcomes == [Outcome.GRANTED] * 8
+    node.core.session_lost(sessions[1].number)
+    node.core.check()

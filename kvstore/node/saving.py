@@ -150,7 +150,7 @@ class Saver:
             await self._whole(self._forget_removed())
         if self._has_failed():
             raise StorageFailed(
-                f"what was removed is gone until the node restarts, which may find it again on {self._disk.arena.path}, "
+                f"what was removed may be found again after a restart on {self._disk.arena.path}, "
                 "an SSD file that is out of service: delete that file before the next start"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_others_get_their_turn_while_a_part_is_prepared(tmp_path: Path, monkeypa
         assert await node.tiers.stage(keys, WIDE.whole, 0, time.monotonic() + WAIT_S) == (20, None)
         looking.cancel()
         assert max(under_way) >= 12
-        assert max(after - before for before, after in zip(under_way, under_way[1:], strict=False)) <= 4
+        assert max(after - before for before, after in pairwise(under_way)) <= 4
         await node.tiers.stop()
 
     asyncio.run(read())

@@ -66,7 +66,7 @@ class Saver:
         self._unbacked: list[int] = []
         self._full_until_s = 0.0
         self.begun: set[asyncio.Task[Any]] = set()
-        """What is being done on the disk and must not end in the middle."""
+        """What is being done on the disk and must not end in the middle: one at a time."""
 
     def take_up(self, spaces: Sequence[KnownNamespace]) -> None:
         """What the file describes already: its namespaces, in their order; and the extents that are in use."""
@@ -88,7 +88,7 @@ class Saver:
         while not self._has_failed():
             self._work.clear()
             if self._pool.removed_slots:
-                await self._whole(self._forget_removed())
+                await self._whole(self._forget_removed)
             self._try_fresh_slots()
             if not self._pool.to_save or not await self.save_coldest():
                 try:
@@ -98,7 +98,7 @@ class Saver:
 
     async def save_coldest(self) -> bool:
         """One batch of what waits; False if nothing of it reached the SSD."""
-        return await self._whole(self._save_now(lambda: self._pool.coldest_to_save(BATCH_CHUNKS)))
+        return await self._whole(lambda: self._save_now(self._pool.coldest_to_save(BATCH_CHUNKS)))
 
     async def persist(self, keys: Keys, ends_s: float) -> tuple[int, str]:
         """Save the leading chunks of these keys now, until the time is up. (Chunks that are saved, why not more)."""
@@ -118,14 +118,14 @@ class Saver:
                 reason = "deadline"
                 break
             was_full = self.is_full
-            saved = await self._within(ends_s, self._save_now(left))
+            saved = await self._within(ends_s, lambda: self._save_now(left()))
             if saved is None:
                 break
             if not saved and (was_full or not self.is_full):  # else the disk has less room than was thought: once more
                 reason = "ssd_full" if self._cut(left()) else "absent"
                 break
         before = [list(chunk.ssd.values()) for chunk in chunks]  # what is written from here on is not synced
-        if not self._has_failed() and not await self._within(ends_s, self._sync()):
+        if not self._has_failed() and not await self._within(ends_s, self._sync):
             return 0, "ssd_error" if self._has_failed() else "deadline"  # what is written is not safe yet
         run = 0
         for chunk, copies in zip(chunks, before, strict=True):
@@ -147,7 +147,7 @@ class Saver:
         Raises StorageFailed where that cannot be promised, because the tier is out of service.
         """
         if not self._has_failed():
-            await self._whole(self._forget_removed())
+            await self._whole(self._forget_removed)
         if self._has_failed():
             raise StorageFailed(
                 f"what was removed may be found again after a restart on {self._disk.arena.path}, "
@@ -155,20 +155,19 @@ class Saver:
             )
 
     async def _forget_removed(self) -> None:
-        async with self.lock:
-            slots = list(self._pool.removed_slots)
-            stale = [*slots, *self._stale([])]
-            if not stale and not self._disk.arena.has_unsynced_headers:  # an eviction may have emptied the header
-                return
-            try:
-                await self._empty(stale)
-                await self._disk.run(self._disk.arena.sync)
-            except KvStoreError as exc:
-                self._fail(exc, "write")
-                return
-            del self._pool.removed_slots[: len(slots)]  # others may have come behind them
-            for slot in slots:
-                self._allocator.release(slot)
+        slots = list(self._pool.removed_slots)
+        stale = [*slots, *self._stale([])]
+        if not stale and not self._disk.arena.has_unsynced_headers:  # an eviction may have emptied the header
+            return
+        try:
+            await self._empty(stale)
+            await self._disk.run(self._disk.arena.sync)
+        except KvStoreError as exc:
+            self._fail(exc, "write")
+            return
+        del self._pool.removed_slots[: len(slots)]  # others may have come behind them
+        for slot in slots:
+            self._allocator.release(slot)
 
     # --- one batch ---------------------------------------------------------------------------------------
 
@@ -195,14 +194,20 @@ class Saver:
                 batch[each] = None
         return list(batch)
 
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """To the end, also when the caller is cancelled: threads are writing, and the books must say where."""
-        task = asyncio.get_running_loop().create_task(work)
+    async def _whole(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """When it is its turn; then to the end, also when the caller is cancelled: threads are writing, and the books
+        must say where. A caller who is cancelled before that leaves nothing behind."""
+        await self.lock.acquire()
+        task = asyncio.get_running_loop().create_task(work())
         self.begun.add(task)
-        task.add_done_callback(self.begun.discard)
+        task.add_done_callback(self._ended)
         return await asyncio.shield(task)
 
-    async def _within(self, ends_s: float, work: Coroutine[Any, Any, T]) -> T | None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.begun.discard(task)
+        self.lock.release()
+
+    async def _within(self, ends_s: float, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """What the work returns; None where the time is up first, and it goes on."""
         try:
             async with asyncio.timeout(max(0.0, ends_s - time.monotonic())):
@@ -210,22 +215,20 @@ class Saver:
         except TimeoutError:
             return None
 
-    async def _save_now(self, wanted: Callable[[], Sequence[Chunk]]) -> bool:
-        """Save a batch of what is wanted then, ancestors first. Must not be cancelled.
+    async def _save_now(self, wanted: Sequence[Chunk]) -> bool:
+        """Save a batch of what is wanted, ancestors first. Must not be cancelled.
 
         True if at least one shard reached the SSD, or nothing is wanted any more.
         """
-        async with self.lock:
-            chunks = wanted()
-            if not chunks:
-                return True
-            moves = await self._begin(self._cut(chunks))
-            if not moves:
-                return False
-            began_s = time.monotonic()
-            await self._write(moves)
-            self._pool.seconds["ssd_write"].add(time.monotonic() - began_s)
-            return await self._end(moves) > 0
+        if not wanted:
+            return True
+        moves = await self._begin(self._cut(wanted))
+        if not moves:
+            return False
+        began_s = time.monotonic()
+        await self._write(moves)
+        self._pool.seconds["ssd_write"].add(time.monotonic() - began_s)
+        return await self._end(moves) > 0
 
     async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
         """Slots for these chunks. One that gets none keeps no other one off the SSD, only what hangs on it."""

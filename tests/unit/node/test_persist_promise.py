@@ -56,7 +56,7 @@ def test_what_is_written_behind_the_sync_does_not_count(tmp_path: Path) -> None:
         await node.until(in_sync.is_set)
         pool.evict_from_ssd(last)  # it had to make room, and then came back
         pool.touch([last.key])
-        await saver._save_now(lambda: [last])
+        await saver._save_now([last])
         assert last.is_saved
         go_on.set()
         assert await asking == (1, "ssd_full")

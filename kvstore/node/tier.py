@@ -162,18 +162,18 @@ class Tier:
         limit = self.bounds[group].max_bytes if group in self.bounds else 0
         if not limit:
             return count
-        over = self._bytes_of(group) + count * size - limit
+        over = self._taken_bytes(group) + count * size - limit
         if over > 0:
             self._evict_own(group, over)
-        return max(0, min(count, (limit - self._bytes_of(group)) // size))
+        return max(0, min(count, (limit - self._taken_bytes(group)) // size))
 
-    def _bytes_of(self, group: int) -> int:
+    def _taken_bytes(self, group: int) -> int:
         return self.group_bytes[group] + self.reserved_bytes[group]
 
     def is_at_bound(self, group: int, size: int) -> bool:
         """True if one more slot of class `size` would take the group over its bound."""
         limit = self.bounds[group].max_bytes if group in self.bounds else 0
-        return bool(limit) and self._bytes_of(group) + size > limit
+        return bool(limit) and self._taken_bytes(group) + size > limit
 
     def trim(self) -> None:
         """Evict down to `room_chunks` and to the bounds of the groups."""

@@ -25,7 +25,7 @@ def test_a_pin_outlives_the_loss_of_what_it_keeps(tmp_path: Path, fails: bool) -
             await node.rest()
         assert finish(node.operations.pin("prompt", space.id, keys[2], 1000.0)).chunks == 3
         if fails:
-            node.tiers.fail(StorageFailed("the disk is gone"))
+            node.tiers.fail(StorageFailed("the disk is gone"), "write")
             await node.until(lambda: pool.ssd is None)
         else:
             node.tiers.drop_broken(pool.forest.chunks[keys[0]])

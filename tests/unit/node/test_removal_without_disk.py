@@ -35,7 +35,7 @@ def test_a_removal_says_that_it_may_not_hold(tmp_path: Path, failed_before: bool
         await node.rest()
         broken = True
         if failed_before:
-            node.tiers.fail(StorageFailed("the disk is broken"))
+            node.tiers.fail(StorageFailed("the disk is broken"), "write")
             await node.until(lambda: node.core.pool.ssd is None)
         with pytest.raises(StorageFailed, match="delete that file before the next start"):
             await node.remove(space, keys[0])

@@ -103,6 +103,7 @@ class Reading:
                 return
             try:
                 self._read_host(host, told=answer.run)
+                self._slower |= answer.more
             finally:
                 self._release(host, answer.lease)
             came = self._keys.tokens_of_first(self._done) - self._keys.tokens_of_first(before)
@@ -120,9 +121,10 @@ class Reading:
             except KvStoreError:  # then it runs out by itself
                 self._nodes.counters.add("leases_left_to_run_out")
 
-    def _read_host(self, host: HostNode, *, told: int = 0) -> None:
-        """Deliver what is in its DRAM. `told`: so many chunks the node counted as used when it answered."""
-        rest = self._keys.slice(self._done, len(self._keys)) if self._done else self._keys
+    def _read_host(self, host: HostNode, *, told: int | None = None) -> None:
+        """Deliver what is in its DRAM. `told`: so many chunks are leased, and counted as used; only those then."""
+        stop = len(self._keys) if told is None else self._done + told
+        rest = self._keys.slice(self._done, stop)
         into = self._destination if not self._done else _Shifted(self._destination, self._done)
         result = read_local(host, self._namespace.layout, rest, self._wanted, into, self._end_s)
         self._slower = result.slower
@@ -133,7 +135,8 @@ class Reading:
             self._nodes.counters.add("fence_retries", result.retries)
         if result.chunks:
             self._bytes["shm"] += result.chunks * self._namespace.layout.payload_bytes(self._wanted)
-            self._untold += self._keys.blob[(self._done - result.chunks + told) * 16 : self._done * 16]
+            if told is None:
+                self._untold += self._keys.blob[(self._done - result.chunks) * 16 : self._done * 16]
 
     def from_ticket(self, ticket: Ticket) -> None:
         """The nodes that the ticket names, waiting for what is still being written."""

@@ -275,21 +275,24 @@ class NodeCore:
         answer = self.resolve(session, keys, rectangle)
         if not lease_ms:  # a probe: not counted, and no use
             return answer
-        self.use(session, keys.slice(0, answer.run), staged)
-        return self.lease(session, keys, answer, lease_ms, staged=staged, unstaged=unstaged)
+        ssd_tokens = self.use(session, keys.slice(0, answer.run), staged)
+        return self.lease(session, keys, answer, lease_ms, staged, ssd_tokens, unstaged)
 
-    def use(self, session: int, keys: Keys, staged: range = NOTHING_STAGED) -> None:
+    def use(self, session: int, keys: Keys, staged: range = NOTHING_STAGED) -> int:
         """These keys are read as one prefix. What was staged for this counts as used already.
 
-        A same-host reader asks only for what follows its own finds, and tells of the use of those itself.
+        Returns how many of their tokens came from the SSD for this reader, also ahead of it. A same-host reader asks
+        only for what follows its own finds, and tells of the use of those itself.
         """
-        chain = list(keys)
-        self.pool.touch(chain[: staged.start] + chain[staged.stop :])
+        chain, pool = list(keys), self.pool
+        pool.touch(chain[: staged.start] + chain[staged.stop :])
         if staged:
-            first = self.pool.forest.get(chain[0])
+            first = pool.forest.get(chain[0])
             if self.session(session).shared and first is not None:
                 chain = [*first.line(), *chain[1:]]
-            self.pool.order(chain, self.pool.spaces[keys.namespace_id])
+            pool.order(chain, pool.spaces[keys.namespace_id])
+        first_token, last_token = (keys.tokens_of_first(min(edge, len(keys))) for edge in (staged.start, staged.stop))
+        return last_token - first_token + pool.came_ahead(keys, staged)
 
     def lease(
         self,
@@ -297,29 +300,27 @@ class NodeCore:
         keys: Keys,
         answer: AcquireAnswer,
         lease_ms: int,
-        *,
-        staged: range = NOTHING_STAGED,
-        unstaged: MissReason | None = None,
+        staged: range,
+        ssd_tokens: int,
+        unstaged: MissReason | None,
     ) -> AcquireAnswer:
         """Lease and count what `resolve` found for these keys. Its last chunk may be gone again: then there is none."""
         if unstaged is not None and answer.run <= staged.stop and answer.run < len(keys):
             # What did not come may have been dropped for it: that it is absent now is not why it was missed.
             answer = replace(answer, more=False, reason=unstaged)
         space, tokens = self.pool.spaces[keys.namespace_id], keys.tokens_of_first(answer.run)
-        first, last = (min(edge, answer.run) for edge in (staged.start, staged.stop))
-        staged_tokens = keys.tokens_of_first(last) - keys.tokens_of_first(first)
         counts, lease_ms = self.pool.counts, min(lease_ms, LEASE_LIMIT_MS)
         counts["acquired_tokens"] += tokens
-        counts["acquired_ssd_tokens"] += staged_tokens
-        space.ssd_hit_tokens += staged_tokens
-        space.dram_hit_tokens += tokens - staged_tokens
+        counts["acquired_ssd_tokens"] += ssd_tokens
+        space.ssd_hit_tokens += ssd_tokens
+        space.dram_hit_tokens += tokens - ssd_tokens
         self.pool.used_spaces.add(space)
         self.count_miss(keys, answer)
         leaf = self.pool.forest.get(keys[answer.run - 1]) if answer.run else None
         lease = 0 if leaf is None else self.holds.lease(session, leaf, self._clock() + lease_ms / 1000)
         if staged:
             self.pool.trim()
-        return replace(answer, lease=lease, lease_ms=lease_ms if lease else 0, ssd_tokens=staged_tokens)
+        return replace(answer, lease=lease, lease_ms=lease_ms if lease else 0, ssd_tokens=ssd_tokens)
 
     def count_miss(self, keys: Keys, answer: AcquireAnswer) -> None:
         """Count what a read of these keys did not get, if the answer says why."""

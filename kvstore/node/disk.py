@@ -52,8 +52,9 @@ class Move:
     generation: int = 0
     source: Copy | None = None
     memory: Bytes | None = None
-    error: KvStoreError | None = field(default=None)
+    error: KvStoreError | None = None
     is_right: bool | None = None
+    ahead: bool = False
     began_s: float = field(default_factory=time.monotonic)
 
 

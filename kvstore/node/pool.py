@@ -19,6 +19,7 @@ from kvstore.errors import LimitExceeded
 from kvstore.metadata import GEOMETRIES_A_NAMESPACE_LIMIT, EventKind
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Keys
 from kvstore.model.values import Tier as TierName
 from kvstore.node.admission import Admission
 from kvstore.node.catalog import CatalogWriter, EntryValue, age_of
@@ -94,6 +95,8 @@ class Pool:
         self.stale_slots: list[int] = []
         """SSD slots that were given up, whose headers may still be on the disk. Free, or in use again already."""
         self._chunk_count = 0
+        self._ahead: set[Chunk] = set()
+        """In DRAM since they came from the SSD, and not asked for since then."""
         self._admission = admission or Admission()
         self._clock = clock
         self._publish = publish
@@ -183,8 +186,13 @@ class Pool:
             self._unsave(chunk, copy.size_bytes)
         self._tell(chunk, shard)
 
-    def promote(self, chunk: Chunk, shard: int, slot: int, table_hash: int) -> None:
-        """A shard on the SSD is in DRAM too, in a slot that the node reserved and filled; readers get it from there."""
+    def promote(self, chunk: Chunk, shard: int, slot: int, table_hash: int, *, ahead: bool = False) -> None:
+        """A shard on the SSD is in DRAM too, in a slot that the node reserved and filled; readers get it from there.
+
+        `ahead`: nobody has asked for it yet.
+        """
+        if ahead:
+            self._ahead.add(chunk)
         entry = chunk.ssd[shard].entry
         generation = self.catalog.generation(slot) & ~1
         self.catalog.set_state(slot, SlotState.COMMITTED)
@@ -194,6 +202,17 @@ class Pool:
         self.counts["promotions"] += 1
         if chunk.published:
             self._publish(EventKind.PUBLISH, chunk, shard, TierName.DRAM)
+
+    def came_ahead(self, keys: Keys, staged: range) -> int:
+        """Tokens of these chunks, not counting the places `staged`, that came from the SSD before somebody asked for
+        them, as somebody does now."""
+        tokens = 0
+        for index, key in enumerate(keys if self._ahead else ()):
+            chunk = self.forest.chunks.get(key)
+            if chunk in self._ahead:
+                self._ahead.discard(chunk)
+                tokens += chunk.token_count if index not in staged else 0
+        return tokens
 
     def save(self, chunk: Chunk, shard: int, slot: int, generation: int, table_hash: int) -> None:
         """A shard in DRAM is on the SSD too, with its header."""
@@ -308,6 +327,7 @@ class Pool:
                 self._admission.left(chunk)
             self._evicted(chunk)
             return
+        self._ahead.discard(chunk)
         for shard, copy in chunk.copies.items():
             if shard in chunk.ssd:
                 self.catalog.raise_generation(copy.slot)
@@ -356,6 +376,7 @@ class Pool:
 
     def _vanish(self, chunk: Chunk, *, free_on_ssd: bool = True) -> None:
         """Out of catalog, tiers, index and forest."""
+        self._ahead.discard(chunk)
         self._chunk_count -= chunk.is_committed
         if free_on_ssd:
             self.stale_slots += [copy.slot for copy in chunk.ssd.values()]

@@ -66,7 +66,7 @@ class ReadBack:
         Only the first chunk waits for a slot, and only where the reader has nothing before it to copy: what is held for
         him may be just what has to leave the DRAM for the next.
         """
-        batch = _Batch(self, ends_s)
+        batch = _Batch(self, ends_s, ahead=ahead)
         if first and (before := self._pool.forest.get(keys[first - 1])):
             batch.hold(before)
         chunks: list[Chunk] = []
@@ -159,7 +159,7 @@ class ReadBack:
 
     # --- one read ----------------------------------------------------------------------------------------
 
-    def take(self, chunk: Chunk, shard: int) -> Move | None:
+    def take(self, chunk: Chunk, shard: int, *, ahead: bool = False) -> Move | None:
         """Reserve a DRAM slot for a shard on the SSD; None if there is no room now, or nothing to read."""
         copy = chunk.ssd.get(shard)
         if copy is None or self._has_failed():
@@ -171,9 +171,10 @@ class ReadBack:
         catalog.raise_generation(slot)
         catalog.record(slot, SlotState.RESERVED, chunk.space.number, 0, (0, 0), shard, chunk.key, chunk.parent_key)
         self._own_slots.add(slot)
+        self._pool.dram.coming_bytes[chunk.space.group] += copy.size_bytes
         self.holds.keep(chunk)
         self.under_way[chunk, shard] = asyncio.get_running_loop().create_future()
-        return Move(chunk, shard, slot, copy.slot, copy.size_bytes, copy.table_hash, source=copy)
+        return Move(chunk, shard, slot, copy.slot, copy.size_bytes, copy.table_hash, source=copy, ahead=ahead)
 
     def start(self, moves: Sequence[Move]) -> None:
         """Read what was taken."""
@@ -183,6 +184,7 @@ class ReadBack:
         chunk, pool = move.chunk, self._pool
         arrival = self.under_way.pop((chunk, move.shard))
         self._own_slots.discard(move.slot)
+        pool.dram.coming_bytes[chunk.space.group] -= move.size_bytes
         self.holds.let(chunk)
         stands = pool.forest.get(chunk.key) is chunk and chunk.ssd.get(move.shard) is move.source
         reason = None
@@ -190,7 +192,7 @@ class ReadBack:
             pool.counts["ssd_read_bytes"] += move.size_bytes
             pool.seconds["ssd_read"].add(time.monotonic() - move.began_s)
         if stands and move.error is None and move.is_right and move.shard not in chunk.copies:
-            pool.promote(chunk, move.shard, move.slot, move.table_hash)
+            pool.promote(chunk, move.shard, move.slot, move.table_hash, ahead=move.ahead)
         else:
             pool.free_slot(move.slot)
         if move.error is not None:
@@ -219,6 +221,7 @@ class ReadBack:
     def check(self) -> None:
         """Every slot that the node fills itself is filled by a read under way."""
         assert len(self.under_way) == len(self._own_slots), "reads from the SSD"
+        assert self.under_way or not +self._pool.dram.coming_bytes, "bytes that are coming back"
 
     async def wait_for_room(self, seconds: float) -> None:
         """Until a slot may have come free, but not longer than a moment."""
@@ -232,7 +235,8 @@ class ReadBack:
 class _Batch:
     """Reads that one caller waits for. They are handed to the disk together, so that neighbours go with one call."""
 
-    def __init__(self, owner: ReadBack, ends_s: float) -> None:
+    def __init__(self, owner: ReadBack, ends_s: float, *, ahead: bool = False) -> None:
+        self._ahead = ahead
         self._owner = owner
         self._ends_s = ends_s
         self._held: list[Chunk] = []
@@ -249,7 +253,7 @@ class _Batch:
         self.hold(chunk)
         for shard in shards:
             while (read := self._owner.under_way.get((chunk, shard))) is None:
-                move = self._owner.take(chunk, shard)
+                move = self._owner.take(chunk, shard, ahead=self._ahead)
                 if move is not None:
                     self._taken.append(move)
                     continue

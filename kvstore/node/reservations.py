@@ -164,7 +164,8 @@ class Reservations:
         for chunk in kept:
             chunk.holds += 1
         slots = pool.take_slots(size, len(wanted), attempt.space)
-        full = Outcome.REFUSED_QUOTA if pool.dram.is_at_bound(attempt.space.group, size) else Outcome.REFUSED_FULL
+        at_bound = pool.dram.is_at_bound(attempt.space.group, size, len(slots))
+        full = Outcome.REFUSED_QUOTA if at_bound else Outcome.REFUSED_FULL
         for index in wanted[len(slots) :]:
             outcomes[index] = full
         for index, slot in zip(wanted, slots, strict=False):

@@ -267,6 +267,7 @@ class Saver:
             return None
         self._core.holds.keep(chunk)
         self._moving.add(slots[0])
+        self._tier.coming_bytes[chunk.space.group] += copy.size_bytes
         generation = self._pool.catalog.next_generation()
         return Move(chunk, shard, copy.slot, slots[0], copy.size_bytes, copy.table_hash, generation)
 
@@ -345,6 +346,7 @@ class Saver:
                 if isinstance(error, LimitExceeded):
                     pool.to_save.pop(chunk, None)
             self._moving.remove(move.ssd_slot)
+            self._tier.coming_bytes[chunk.space.group] -= move.size_bytes
         self._tier.kept.clear()
         self._tier.trim()  # what is being written did not count for the bound of its group
         for last in _ends(list(arrived)):
@@ -405,6 +407,7 @@ class Saver:
         slots = [*owned, *self._moving, *self._pool.removed_slots, *self._unbacked]
         assert sorted(slots) == sorted(self._allocator.used_slots()), "an SSD slot is used by nobody, or by two"
         assert self.begun or not (self._moving or self._tier.kept), "a write that nobody does"
+        assert self._moving or not +self._tier.coming_bytes, "bytes that are coming"
 
 
 def _ends(chunks: Sequence[Chunk]) -> list[Chunk]:

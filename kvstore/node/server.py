@@ -204,8 +204,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         answer = AcquireAnswer(run, places, 0, 0, reason, self._core.info.epoch, more)
         if not lease_ms:
             return answer
-        self._core.use(session, keys.slice(0, run), staged)
-        return self._core.lease(session, keys, answer, lease_ms, staged=staged, unstaged=unstaged)
+        ssd_tokens = self._core.use(session, keys.slice(0, run), staged)
+        return self._core.lease(session, keys, answer, lease_ms, staged, ssd_tokens, unstaged)
 
     async def _wait_for(self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any) -> None:
         """Until all keys are there, or the run has not grown for `wait_s`, or the call's time is nearly up.

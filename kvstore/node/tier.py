@@ -62,6 +62,8 @@ class Tier:
         """Bytes of committed slots, by quota group."""
         self.reserved_bytes: Counter[int] = Counter()
         """Bytes of slots that writers of a quota group fill just now."""
+        self.coming_bytes: Counter[int] = Counter()
+        """Bytes of slots that the node itself fills just now, by quota group."""
         self.bounds: dict[int, Bounds] = {}
         self.kept: set[Chunk] = set()
         """Chunks that may not leave this tier just now (the parents of what is being written to it)."""
@@ -73,6 +75,7 @@ class Tier:
         self._let_go = let_go
         self._clock = clock
         self._room_chunks = room_chunks
+        make_policy(eviction)  # an unknown name is refused at the start, not at the first commit
         self._policies: dict[tuple[int, int], EvictionPolicy] = {}
         self._owners: dict[int, Chunk] = {}
 
@@ -168,12 +171,12 @@ class Tier:
         return max(0, min(count, (limit - self._taken_bytes(group)) // size))
 
     def _taken_bytes(self, group: int) -> int:
-        return self.group_bytes[group] + self.reserved_bytes[group]
+        return self.group_bytes[group] + self.reserved_bytes[group] + self.coming_bytes[group]
 
-    def is_at_bound(self, group: int, size: int) -> bool:
-        """True if one more slot of class `size` would take the group over its bound."""
+    def is_at_bound(self, group: int, size: int, taken: int = 0) -> bool:
+        """True if one more slot of class `size`, after `taken` new ones, would take the group over its bound."""
         limit = self.bounds[group].max_bytes if group in self.bounds else 0
-        return bool(limit) and self._taken_bytes(group) + size > limit
+        return bool(limit) and self._taken_bytes(group) + (taken + 1) * size > limit
 
     def trim(self) -> None:
         """Evict down to `room_chunks` and to the bounds of the groups."""

@@ -270,7 +270,8 @@ class CatalogWriter:
             return self.namespaces.index(namespace.id) + 1
         if len(self.namespaces) >= NAMESPACE_LIMIT:
             raise LimitExceeded(
-                f"this node knows {NAMESPACE_LIMIT} namespaces already; restart the node to forget unused ones"
+                f"this node knows {NAMESPACE_LIMIT} namespaces already; restart the node "
+                "(with a new SSD file, if it has one) to forget unused ones"
             )
         text = namespace.canonical
         if len(text) > DESCRIPTION_BYTES - _LENGTH_BYTES:
@@ -300,7 +301,8 @@ class CatalogWriter:
                 return
         if len(self.geometries) >= GEOMETRY_LIMIT:
             raise CapacityExhausted(
-                f"this node knows {GEOMETRY_LIMIT} geometries already; restart the node to forget unused ones"
+                f"this node knows {GEOMETRY_LIMIT} geometries already; restart the node "
+                "(with a new SSD file, if it has one) to forget unused ones"
             )
         at = self.shape.geometries_offset // 8 + len(self.geometries) * GEOMETRY_WORDS
         with self._directory():

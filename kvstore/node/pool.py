@@ -179,6 +179,7 @@ class Pool:
         if not chunk.copies:
             chunk.used_s = self._clock()
             chunk.uses += 1
+            self._admission.came(chunk)
         self._admit(self.dram, chunk, shard, copy)
         self.catalog.publish(entry, _entry_value(chunk, shard, copy, TierName.DRAM))
         self.counts["commits"] += 1
@@ -528,5 +529,5 @@ def _check_room(space: KnownNamespace) -> None:
     if len(space.geometries) >= GEOMETRIES_A_NAMESPACE_LIMIT:
         raise LimitExceeded(
             f"{space.namespace.title} has {GEOMETRIES_A_NAMESPACE_LIMIT} geometries on this node already; "
-            "use one of them, or restart the node to forget unused ones"
+            "use one of them, or restart the node (with a new SSD file, if it has one) to forget unused ones"
         )

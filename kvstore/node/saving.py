@@ -155,6 +155,8 @@ class Saver:
             )
 
     async def _forget_removed(self) -> None:
+        if self._has_failed():
+            return
         slots = list(self._pool.removed_slots)
         stale = [*slots, *self._stale([])]
         if not stale and not self._disk.arena.has_unsynced_headers:  # an eviction may have emptied the header
@@ -220,15 +222,21 @@ class Saver:
 
         True if at least one shard reached the SSD, or nothing is wanted any more.
         """
-        if not wanted:
-            return True
+        if not wanted or self._has_failed():
+            return not wanted
         moves = await self._begin(self._cut(wanted))
         if not moves:
             return False
-        began_s = time.monotonic()
-        await self._write(moves)
+        began_s, is_whole, saved = time.monotonic(), False, 0
+        try:
+            await self._write(moves)
+            is_whole = True
+        finally:  # also after an error that nobody thought of: the books must be right
+            for move in moves if not is_whole else ():
+                move.error = move.error or StorageFailed("a save ended in the middle")
+            saved = await self._end(moves)
         self._pool.seconds["ssd_write"].add(time.monotonic() - began_s)
-        return await self._end(moves) > 0
+        return saved > 0
 
     async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
         """Slots for these chunks. One that gets none keeps no other one off the SSD, only what hangs on it."""

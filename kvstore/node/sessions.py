@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError, LimitExceeded
+from kvstore.errors import CapacityExhausted, ConfigurationError, InvalidRequest, KvStoreError
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.core import NodeCore, Session
 from kvstore.node.handover import Seat
@@ -220,7 +220,9 @@ class _Connection:
         elif packet[0] == Kind.CALL and self._serve is not None:
             verb, number, request = handshake.called(packet)
             if len(self._calls) >= CALLS_LIMIT:
-                raise LimitExceeded(f"a session has at most {CALLS_LIMIT} calls under way")
+                busy = f"this session has {CALLS_LIMIT} calls under way already; wait for some of them"
+                peer.send(handshake.answer(number, None, CapacityExhausted.__name__, busy))
+                return
             task = self._loop.create_task(self._answer(self._serve, session.number, verb, number, request))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)

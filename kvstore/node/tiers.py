@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvstore.errors import KvStoreError
+from kvstore.errors import KvStoreError, StorageFailed
 from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.chunks import KnownNamespace
 from kvstore.node.core import NodeCore
@@ -77,6 +77,13 @@ class TierStack:
     def start(self) -> None:
         """Start the cleaner."""
         self._task = asyncio.get_running_loop().create_task(self._saver.clean())
+        self._task.add_done_callback(self._cleaner_ended)
+
+    def _cleaner_ended(self, task: asyncio.Task[None]) -> None:
+        """It runs until the tier ends; an error that nobody thought of takes the tier out of service, not the node."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the cleaner of the SSD tier has ended", exc_info=error)
+            self.fail(StorageFailed(f"the cleaner has ended: {error!r}; please report this as a bug"), "write")
 
     def wake(self) -> None:
         """Something was committed, removed or came free."""
@@ -112,7 +119,7 @@ class TierStack:
         `kind`: read or write.
         """
         self._pool.counts[f"ssd_errors_{kind}"] += 1
-        if self.failed is not None:
+        if self.failed is not None or self._ending:
             return
         self.failed = error
         self._pool.counts["ssd_failures"] += 1
@@ -120,13 +127,12 @@ class TierStack:
         self._leaving = asyncio.get_running_loop().create_task(self._forget_all())
 
     async def _forget_all(self) -> None:
-        """Drop all SSD copies, children first."""
+        """Drop all SSD copies, those first that came last: children mostly before their parents."""
         for read in list(self._read_back.under_way.values()):
             await asyncio.wait([read])
         async with self._saver.lock:
             while on_ssd := [chunk for chunk in self._pool.forest.chunks.values() if chunk.ssd]:
-                on_ssd.sort(key=lambda chunk: -chunk.depth)
-                for number, chunk in enumerate(on_ssd, 1):
+                for number, chunk in enumerate(reversed(on_ssd), 1):
                     if self._pool.forest.get(chunk.key) is chunk and chunk.ssd:
                         self._pool.evict_from_ssd(chunk)
                         self._read_back.let_pins_wait(chunk)

@@ -61,7 +61,6 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "leaf first on each tier": (Tier, "_may_go", without_children),
     "leases, pins and moves": (Tier, "_may_go", without_holds),
     "minima of groups": (Tier, "_kept_bytes", lambda tier, group: 0),
-    "bounds of groups": (Tier, "trim", lambda tier: None),
     "orphans are withdrawn": (Pool, "_untell_below", lambda pool, chunk: None),
     "moves hold": (Holds, "keep", lambda holds, chunk: holds.moving.update([chunk])),
     "emptied headers": (Pool, "removed_slots", property(lambda pool: [], lambda pool, slots: None)),

@@ -35,9 +35,9 @@ from kvstore.node.arena.ssd_format import HEADER_BYTES
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.daemon import NodeMemory
-from kvstore.node.disk import READERS
 from kvstore.node.slots import SlotAllocator, slot_bytes
 from kvstore.node.tiers import TierStack
+from kvstore.node.tiers.disk import READERS
 
 ROUND_BYTES = 256 << 20
 ROUNDS = 5

@@ -28,7 +28,7 @@ from kvstore.model.values import MissReason, NodeInfo, Outcome
 from kvstore.node.catalog import age_of
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
-from kvstore.node.moving import Drained
+from kvstore.node.operators.moving import Drained
 from kvstore.rpc import wire
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc

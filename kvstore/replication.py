@@ -39,7 +39,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, NodeInfo, Outcome
 from kvstore.node import HANDOFF_WAIT_MS
 from kvstore.node.core import NodeCore
-from kvstore.node.moving import Drained, Replicated
+from kvstore.node.operators.moving import Drained, Replicated
 from kvstore.node.slots import slot_bytes
 
 PULLS = 2
@@ -65,7 +65,7 @@ Wanted = Sequence[tuple[Geometry, tuple[int, ...]]]
 
 
 class NodeMover:
-    """`kvstore.node.moving.Mover` for the node around `core`. Made and used on the node's event loop."""
+    """`kvstore.node.operators.moving.Mover` for the node around `core`. Made and used on the node's event loop."""
 
     def __init__(self, core: NodeCore) -> None:
         self._core = core

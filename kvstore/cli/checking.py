@@ -59,7 +59,7 @@ def _check_node(
 
 
 def _check_file(path: Path, repair: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    check_ssd_file = importlib.import_module("kvstore.node.ssd_check").check_ssd_file
+    check_ssd_file = importlib.import_module("kvstore.node.tiers.check").check_ssd_file
     with _progress() as progress:
         report = check_ssd_file(path, repair=repair, progress=progress)
     fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest, KvStoreError, NotFound, Unreachable
 
 if TYPE_CHECKING:
     from kvstore.model.values import NodeInfo
-    from kvstore.node.moving import Drained
+    from kvstore.node.operators.moving import Drained
 
 _ASK_S = 5.0
 """Longest wait for what a node or the metadata service says of the nodes."""
@@ -52,7 +52,7 @@ def drain(
 
 def _follow(source: NodeInfo, targets: list[NodeInfo], deadline_s: float) -> Drained:
     """The last word of the drain; what it says before that is one changing line on standard error."""
-    from kvstore.node.moving import Drained
+    from kvstore.node.operators.moving import Drained
     from kvstore.rpc import wire
     from kvstore.rpc.channel import Channel
     from kvstore.rpc.v1 import admin_pb2

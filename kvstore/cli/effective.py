@@ -16,7 +16,7 @@ def effective(tables: Mapping[str, Settings | None]) -> dict[str, Any]:
     Nothing is made and nothing is reached. A node id that the first start will make is empty.
     """
     from kvstore.node.core import CoreSettings
-    from kvstore.node.limits import MemoryPlan, effective_limits
+    from kvstore.node.operators.limits import MemoryPlan, effective_limits
 
     facts: dict[str, Any] = {}
     for name, settings in tables.items():

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from kvstore.config import NodeSettings
 from kvstore.errors import ConfigurationError, KvStoreError
-from kvstore.node.limits import MemoryPlan
+from kvstore.node.operators.limits import MemoryPlan
 from kvstore.setting_types import parse_size, size_text
 
 _F_SEAL_FUTURE_WRITE = 0x10

@@ -20,7 +20,6 @@ from kvstore.config import NodeSettings
 from kvstore.errors import ConfigurationError
 from kvstore.metadata import Index
 from kvstore.model.values import NodeInfo
-from kvstore.node.admin import AdminServicer
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_format import HEADER_BYTES
@@ -28,19 +27,20 @@ from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, cre
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.exporter import Exporter
 from kvstore.node.handover import Seat
-from kvstore.node.limits import MemoryPlan, effective_limits
-from kvstore.node.moving import Mover
-from kvstore.node.operations import Operations
-from kvstore.node.pins import PinFile
+from kvstore.node.operators.admin import AdminServicer
+from kvstore.node.operators.limits import MemoryPlan, effective_limits
+from kvstore.node.operators.moving import Mover
+from kvstore.node.operators.operations import Operations
+from kvstore.node.operators.pins import PinFile
 from kvstore.node.publisher import Publisher
 from kvstore.node.quotas import quotas_of
 from kvstore.node.recovery import FormerWriters, Recovered, recover
 from kvstore.node.server import NodeServicer, SessionVerbs
 from kvstore.node.sessions import SessionServer
 from kvstore.node.slots import SlotAllocator
-from kvstore.node.ssd_recovery import RecoveredSsd, recover_ssd
 from kvstore.node.streams import PageStreams
 from kvstore.node.tiers import TierStack
+from kvstore.node.tiers.recovery import RecoveredSsd, recover_ssd
 from kvstore.rpc import serving
 from kvstore.rpc.channel import format_address, parse_address
 from kvstore.rpc.v1 import admin_pb2_grpc, node_pb2_grpc

@@ -2,7 +2,7 @@
 
 The pool joins the forest (which chunk has which shards), the tiers (`tier.py`: slots and eviction order), the catalog
 (what readers see: one entry a shard, for its fastest copy) and the news for the index, and keeps them equal.
-Reservations and sessions are not its business (`reservations.py`), nor are disk and threads (`tiers.py`).
+Reservations and sessions are not its business (`reservations.py`), nor are disk and threads (`tiers/`).
 
 With an SSD tier each tier is leaf-first by itself: the SSD holds a chunk only together with its parent, so that what
 a restart of the host finds there is of use. A chunk leaves the node with its last copy; before that it is only moved.

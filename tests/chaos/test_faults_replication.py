@@ -11,7 +11,7 @@ import pytest
 from kvstore.client import connect
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
-from kvstore.node.moving import Replicated
+from kvstore.node.operators.moving import Replicated
 from tests.chaos.pool_processes import Process, Processes
 from tests.unit.client.pages import LAYOUT, namespace, pages_of, prompt
 from tests.unit.pulling_node import PullingNode, stop_halfway

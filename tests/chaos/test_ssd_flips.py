@@ -20,7 +20,7 @@ from kvstore.cli import app
 from kvstore.model.checksum import table_bytes
 from kvstore.node.arena.ssd_format import HEADER_BYTES, ExtentPlace
 from kvstore.node.memory import UNIT_BYTES
-from kvstore.node.ssd_check import check_ssd_file
+from kvstore.node.tiers.check import check_ssd_file
 from tests.unit.client import pages
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.tiered_node import TieredNode

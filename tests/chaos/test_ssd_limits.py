@@ -17,7 +17,7 @@ from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_file import Calls
 from kvstore.node.arena.ssd_format import ExtentPlace
 from kvstore.node.memory import UNIT_BYTES
-from kvstore.node.ssd_check import Fault, check_ssd_file
+from kvstore.node.tiers.check import Fault, check_ssd_file
 from tests.unit.node.ssd_setting import KEYS, NUMBERS, SLOT_BYTES, STORED, cut, is_whole, open_arena, store
 
 TMPFS_BYTES = 320 << 10

@@ -20,7 +20,7 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
 from kvstore.node.core import NodeCore
-from kvstore.node.moving import Drained, Replicated
+from kvstore.node.operators.moving import Drained, Replicated
 from kvstore.replication import NodeMover
 from kvstore.rpc import serving, wire
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc

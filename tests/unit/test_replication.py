@@ -18,7 +18,7 @@ from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch
 from kvstore.model.layout import Geometry
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
-from kvstore.node.moving import Drained, Replicated
+from kvstore.node.operators.moving import Drained, Replicated
 from kvstore.rpc.v1 import admin_pb2
 from tests.unit.client.pages import LAYOUT, namespace, pages_of, poisoned, prompt
 from tests.unit.pulling_node import PullingNode, stop_halfway

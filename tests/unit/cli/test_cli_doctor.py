@@ -26,7 +26,7 @@ from kvstore.cli import probes, probes_software
 from kvstore.cli.probes import Probed, State, Subject
 from kvstore.config import NodeSettings
 from kvstore.metrics import serve_metrics
-from kvstore.node import limits
+from kvstore.node.operators import limits
 from tests.chaos.node_thread import NodeThread
 
 OK, WARN, FAIL = State.OK, State.WARN, State.FAIL

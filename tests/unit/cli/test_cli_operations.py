@@ -329,7 +329,7 @@ def test_check_of_a_file(console: Console, monkeypatch: pytest.MonkeyPatch) -> N
         return _Report(path, 5, (lost, stays) if path.name == "two" else (lost,))
 
     module = SimpleNamespace(check_ssd_file=check_ssd_file)
-    monkeypatch.setitem(sys.modules, "kvstore.node.ssd_check", module)
+    monkeypatch.setitem(sys.modules, "kvstore.node.tiers.check", module)
     facts = console.json("check", "--ssd", "one", code=1)
     assert (facts["chunks"], facts["broken"], facts["findings"][0]["key"]) == (5, 1, b"k".hex() * 16)
     assert console.json("check", "--ssd", "one", "--repair")["broken"] == 0

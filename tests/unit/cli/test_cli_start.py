@@ -17,7 +17,7 @@ from kvstore.cli.output import announcer
 from kvstore.cli.progress import LINE_EVERY_S, StartProgress
 from kvstore.client import connect
 from kvstore.config import NodeSettings
-from kvstore.node import limits
+from kvstore.node.operators import limits
 from tests.unit.client.pages import namespace, pages_of, prompt
 
 GIB = 1 << 30

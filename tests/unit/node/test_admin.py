@@ -17,8 +17,8 @@ from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
-from kvstore.node import admin
-from kvstore.node.moving import Drained, Replicated
+from kvstore.node.operators import admin
+from kvstore.node.operators.moving import Drained, Replicated
 from kvstore.rpc import wire
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, node_pb2

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node import disk, tiers
+from kvstore.node import tiers
 from kvstore.node.arena.ssd_file import Buffer, Calls
+from kvstore.node.tiers import disk
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.tiered_node import WAIT_S, TieredNode
 

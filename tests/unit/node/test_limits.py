@@ -8,10 +8,10 @@ import pytest
 
 from kvstore.config import NodeSettings
 from kvstore.errors import ConfigurationError
-from kvstore.node import limits
 from kvstore.node.core import CoreSettings
 from kvstore.node.daemon import NodeMemory
-from kvstore.node.limits import MemoryPlan, effective_limits
+from kvstore.node.operators import limits
+from kvstore.node.operators.limits import MemoryPlan, effective_limits
 from tests.chaos.node_thread import NodeThread
 
 GIB = 1 << 30

@@ -12,11 +12,12 @@ from kvstore.errors import InvalidRequest, LimitExceeded, NotFound
 from kvstore.model import checksum
 from kvstore.model.prefix import Keys
 from kvstore.model.values import Outcome
-from kvstore.node import holds, operations
+from kvstore.node import holds
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import Session
-from kvstore.node.operations import Operations, Steps, finish
-from kvstore.node.pins import KeptPin
+from kvstore.node.operators import operations
+from kvstore.node.operators.operations import Operations, Steps, finish
+from kvstore.node.operators.pins import KeptPin
 
 SPACE, OTHER = namespace(), namespace(revision="r2")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node import saving
 from kvstore.node.arena.ssd_file import Calls
+from kvstore.node.tiers import saving
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.tiered_node import WAIT_S, TieredNode
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import CapacityExhausted
-from kvstore.node.pins import KeptPin, PinFile
+from kvstore.node.operators.pins import KeptPin, PinFile
 
 A, B = KeptPin("a", b"n" * 16, b"k" * 16, 100.0), KeptPin("b ü", b"n" * 16, b"l" * 16, 10.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node import read_back
+from kvstore.node.tiers import read_back
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.tiered_node import WAIT_S, TieredNode
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.model.layout import Geometry
-from kvstore.node import saving
+from kvstore.node.tiers import saving
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.tiered_node import WAIT_S, TieredNode
 

@@ -14,7 +14,7 @@ from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_file import Buffer, Calls
 from kvstore.node.arena.ssd_format import ExtentPlace, StoredNamespace
 from kvstore.node.memory import UNIT_BYTES
-from kvstore.node.ssd_check import Fault, SsdReport, check_ssd_file
+from kvstore.node.tiers.check import Fault, SsdReport, check_ssd_file
 from tests.unit.node.ssd_setting import (
     KEYS,
     NUMBERS,

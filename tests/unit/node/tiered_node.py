@@ -28,11 +28,11 @@ from kvstore.node.arena.ssd_format import HEADER_BYTES
 from kvstore.node.catalog import UNIT_BYTES, CatalogShape, CatalogWriter, create_catalog
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import CoreSettings, NodeCore, Session
-from kvstore.node.operations import Operations
+from kvstore.node.operators.operations import Operations
 from kvstore.node.recovery import recover
 from kvstore.node.slots import SlotAllocator
-from kvstore.node.ssd_recovery import RecoveredSsd, recover_ssd
 from kvstore.node.tiers import TierStack
+from kvstore.node.tiers.recovery import RecoveredSsd, recover_ssd
 from tests.unit.node.small_node import FakeClock
 
 POISON = 0xA5

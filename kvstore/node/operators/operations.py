@@ -24,7 +24,7 @@ from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.core import NodeCore
 from kvstore.node.holds import PIN_LIFETIME_LIMIT_S, NamedPin
-from kvstore.node.pins import KeptPin
+from kvstore.node.operators.pins import KeptPin
 
 STEP_CHUNKS: Final = 1000
 """Chunks that are looked at in one turn of the loop."""

@@ -19,8 +19,8 @@ from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
-from kvstore.node.disk import Disk, Fail, Move
 from kvstore.node.pool import SlotState
+from kvstore.node.tiers.disk import Disk, Fail, Move
 
 logger = logging.getLogger(__name__)
 ROOM_POLL_S = 0.01

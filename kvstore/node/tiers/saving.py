@@ -26,7 +26,7 @@ from kvstore.model.prefix import Keys
 from kvstore.node.arena.ssd_format import ExtentPlace, SlotHeader, StoredNamespace
 from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.core import NodeCore
-from kvstore.node.disk import Disk, Fail, Move
+from kvstore.node.tiers.disk import Disk, Fail, Move
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from kvstore.errors import KvStoreError, StorageFailed
 from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.chunks import KnownNamespace
 from kvstore.node.core import NodeCore
-from kvstore.node.disk import Bytes, Disk
-from kvstore.node.read_back import ReadBack
-from kvstore.node.saving import Saver
+from kvstore.node.tiers.disk import Bytes, Disk
+from kvstore.node.tiers.read_back import ReadBack
+from kvstore.node.tiers.saving import Saver
 
 logger = logging.getLogger(__name__)
 STEP_CHUNKS = 256

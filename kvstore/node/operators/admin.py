@@ -20,9 +20,9 @@ from kvstore.model.prefix import TOKEN_FINGERPRINT_MASK
 from kvstore.model.values import NodeInfo
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
-from kvstore.node.moving import Mover
-from kvstore.node.operations import NamespaceContents, Operations, Promoter, SampledShard, Steps
-from kvstore.node.pins import PinFile
+from kvstore.node.operators.moving import Mover
+from kvstore.node.operators.operations import NamespaceContents, Operations, Promoter, SampledShard, Steps
+from kvstore.node.operators.pins import PinFile
 from kvstore.node.tier import Bounds, Tier
 from kvstore.rpc import wire
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc

@@ -224,7 +224,7 @@ class Saver:
         """
         if not wanted or self._has_failed():
             return not wanted
-        moves = await self._begin(self._cut(wanted))
+        moves = await self._begin(wanted)
         if not moves:
             return False
         began_s, is_whole, saved = time.monotonic(), False, 0
@@ -238,10 +238,12 @@ class Saver:
         self._pool.seconds["ssd_write"].add(time.monotonic() - began_s)
         return saved > 0
 
-    async def _begin(self, chunks: Sequence[Chunk]) -> list[Move]:
-        """Slots for these chunks. One that gets none keeps no other one off the SSD, only what hangs on it."""
+    async def _begin(self, wanted: Sequence[Chunk]) -> list[Move]:
+        """Slots for a batch of these. One that gets none keeps no other one off the SSD, only what hangs on it."""
         moves: list[Move] = []
         begun: set[Chunk] = set()
+        refused: set[Chunk] = set()
+        chunks = self._cut(wanted)
         batch = frozenset(chunks)
         for number, chunk in enumerate(chunks, 1):
             if not number % STEP_CHUNKS:
@@ -252,6 +254,7 @@ class Saver:
             if parent is not None and not parent.ssd and parent not in begun:
                 if parent in batch:
                     self._pool.no_room_for(chunk)
+                    refused.add(chunk)
                 else:  # an earlier one has just pushed it out: the next batch brings both
                     self._pool.put_off(chunk)
                 continue
@@ -266,7 +269,25 @@ class Saver:
                 begun.add(chunk)
             if chunk not in begun:
                 self._tier.kept -= kept
+                refused.add(chunk)
+        self._refuse_below(wanted, refused)
         return moves
+
+    def _refuse_below(self, wanted: Sequence[Chunk], refused: set[Chunk]) -> None:
+        """What hangs on chunks without room gives up its place too: it would bring them into every batch again, and
+        nothing else would get a turn."""
+        has_room: set[Chunk] = set()
+        for chunk in wanted if refused else ():
+            line: list[Chunk] = []
+            above: Chunk | None = chunk
+            while above is not None and not above.ssd and above not in refused and above not in has_room:
+                line.append(above)
+                above = above.parent
+            if above not in refused:
+                has_room.update(line)
+            elif line:
+                refused.update(line)
+                self._pool.no_room_for(chunk)
 
     def _take(self, chunk: Chunk, shard: int) -> Move | None:
         copy = chunk.copies[shard]

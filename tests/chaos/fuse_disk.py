@@ -4,7 +4,7 @@
         disk.path            the file, empty at first
         disk.tell("fail read")
 
-What can be told: `ok`, `slow SECONDS` (every operation), `fail read`, `fail write`, `full` (no space), `stop write`
+What can be told: `ok`, `slow SECONDS` (every operation), `fail read`, `fail write`, `full` (no space for writes), `stop write`
 (writes stand still until something else is told; `wait_stopped` returns when one does). `vanish` kills the child, as if
 the disk was pulled out. Needs /dev/fuse, libfuse (apt: fuse3) and the package mfusepy.
 """
@@ -120,7 +120,7 @@ class Switches:
                 self._changed.notify_all()
             say(b"done\n")
 
-    def pass_through(self, operation: str) -> None:
+    def pass_through(self, operation: str, *, needs_room: bool = False) -> None:
         """Wait or raise, as told."""
         with self._changed:
             command = self._command
@@ -132,7 +132,7 @@ class Switches:
                 time.sleep(float(seconds))
             case ["fail", which] if which == operation:
                 raise OSError(errno.EIO, "told so")
-            case ["full"] if operation == "write":
+            case ["full"] if needs_room:
                 raise OSError(errno.ENOSPC, "told so")
 
 
@@ -170,7 +170,7 @@ def serve(mount: str, store: str) -> None:
             return os.pread(fd, size, offset)
 
         def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-            switches.pass_through("write")
+            switches.pass_through("write", needs_room=True)
             return os.pwrite(fd, data, offset)
 
         def truncate(self, path: str, length: int, fh: int | None = None) -> int:

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,8 +48,8 @@ class Disk:
     def __init__(self) -> None:
         self.before: Before = lambda name, offset, size: None
         self.done: Counter[str] = Counter()
-        self.reads: list[int] = []
-        """Offsets, in the order of the calls."""
+        self.reads: list[range] = []
+        """What was read of the file, in the order of the calls."""
         self._lock = threading.Lock()
 
     def calls(self) -> Calls:
@@ -61,14 +61,14 @@ class Disk:
         with self._lock:
             self.done[name] += 1
             if name == "preadv":
-                self.reads.append(offset)
+                self.reads.append(range(offset, offset + size))
 
     def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        self._begin("preadv", offset, len(buffers[0]))
+        self._begin("preadv", offset, sum(map(len, buffers)))
         return os.preadv(fd, buffers, offset)
 
     def _pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        self._begin("pwritev", offset, len(buffers[0]))
+        self._begin("pwritev", offset, sum(map(len, buffers)))
         return os.pwritev(fd, buffers, offset)
 
     def _fdatasync(self, fd: int) -> None:
@@ -89,9 +89,10 @@ class Disk:
         self.before = lambda name, offset, size: None
 
     @contextmanager
-    def held(self, *names: str, after: int = 0) -> Iterator[Hold]:
-        """These calls stand still, but for the first `after` of them, until `go_on` or the end of the block."""
-        hold = Hold(names, after)
+    def held(self, *names: str, after: int = 0, at: Container[int] | None = None) -> Iterator[Hold]:
+        """These calls stand still until `go_on` or the end of the block: but for the first `after` of them, and only
+        those `at` these offsets."""
+        hold = Hold(names, after, at)
         self.before = hold.before
         try:
             yield hold
@@ -103,16 +104,17 @@ class Disk:
 class Hold:
     """Calls that stand still."""
 
-    def __init__(self, names: Sequence[str], after: int) -> None:
+    def __init__(self, names: Sequence[str], after: int, at: Container[int] | None) -> None:
         self._names = names
         self._after = after
+        self._at = at
         self._passed = 0
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._go_on = threading.Event()
 
     def before(self, name: str, offset: int, size: int) -> None:
-        if name in self._names and not self._go_on.is_set():
+        if name in self._names and not self._go_on.is_set() and (self._at is None or offset in self._at):
             with self._lock:
                 self._passed += 1
                 if self._passed <= self._after:
@@ -252,6 +254,10 @@ class TierNode:
         """(chunks in DRAM, chunks on the SSD)."""
         chunks = self.chunks(keys)
         return sum(bool(chunk.copies) for chunk in chunks), sum(bool(chunk.ssd) for chunk in chunks)
+
+    def offsets(self, keys: Keys) -> set[int]:
+        """Where in the file the payloads of these keys are."""
+        return {copy.slot * 4096 for chunk in self.chunks(keys) for copy in chunk.ssd.values()}
 
     def settle(self) -> None:
         """Wait until nothing waits for the cleaner, and nothing is under way."""

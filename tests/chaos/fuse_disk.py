@@ -4,9 +4,10 @@
         disk.path            the file, empty at first
         disk.tell("fail read")
 
-What can be told: `ok`, `slow SECONDS` (every operation), `fail read`, `fail write`, `full` (no space for writes), `stop write`
-(writes stand still until something else is told; `wait_stopped` returns when one does). `vanish` kills the child, as if
-the disk was pulled out. Needs /dev/fuse, libfuse (apt: fuse3) and the package mfusepy.
+What can be told: `ok`, `slow SECONDS` (every operation), `fail read`, `fail write`, `full` (no space for writes; an
+fsync has nothing to lose then), `stop write` (writes stand still until something else is told; `wait_stopped` returns
+when one does). `vanish` kills the child, as if the disk was pulled out. Needs /dev/fuse, libfuse (apt: fuse3) and the
+package mfusepy.
 """
 
 from __future__ import annotations

@@ -55,3 +55,26 @@ def test_a_long_chain_is_saved_in_several_batches(tmp_path: Path, monkeypatch: p
         await node.tiers.stop()
 
     asyncio.run(save())
+
+
+def test_a_chain_without_room_does_not_come_back_by_its_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail, behind the bound of a batch, kept its place and brought the head into every batch: nothing else was
+    saved any more."""
+    monkeypatch.setattr(saving, "BATCH_CHUNKS", 4)
+    monkeypatch.setattr(saving, "IDLE_S", 0.001)
+
+    async def save() -> None:
+        space = namespace(WIDE)
+        node = TieredNode(tmp_path / "file", 4 << 20, slots=96)
+        long, other = keys_of(space, 1, 12), keys_of(space, 2, 2)
+        node.store(space, long)
+        node.store(space, other)
+        saver, pool = node.tiers._saver, node.core.pool
+        take = saver._take
+        monkeypatch.setattr(saver, "_take", lambda chunk, shard: None if chunk.key in set(long) else take(chunk, shard))
+        node.tiers.start()
+        await node.until(lambda: set(node.on_ssd()) == set(other))
+        await node.until(lambda: not pool.to_save)  # and nothing is tried for ever
+        await node.tiers.stop()
+
+    asyncio.run(save())

@@ -102,7 +102,8 @@ def test_a_chunk_that_is_removed_while_it_is_read_back_is_absent_and_not_damaged
     """A job of the disk is a chunk here: two come, two are removed while they are read."""
     monkeypatch.setattr(disk, "JOB_BYTES", SLOT_BYTES)
     keys = node.on_ssd(1, 4)
-    with ThreadPoolExecutor(1) as pool, node.disk.held("preadv", at=node.offsets(keys.slice(2, 4))) as hold:
+    places = node.offsets(keys.slice(2, 4))
+    with ThreadPoolExecutor(1) as pool, node.disk.held("preadv", at=places) as hold:
         reading = pool.submit(node.read, keys)
         hold.wait()
         node.call(
@@ -110,6 +111,10 @@ def test_a_chunk_that_is_removed_while_it_is_read_back_is_absent_and_not_damaged
                 node.core.open_session("x", shared=False).number, keys.namespace_id, list(keys)[2:]
             )
         )
+        with node.path.open("r+b") as file:  # another chunk's bytes are there by now
+            for offset in places:
+                file.seek(offset)
+                file.write(bytes(SLOT_BYTES))
         node.check()
         hold.go_on()
         result = reading.result(WAIT_S)

@@ -192,7 +192,7 @@ def reserve_seconds(cache: Cache, client: Client, first: int) -> list[float]:
 def waiting(node: Node) -> int:
     """Chunks that the node's cleaner has not saved yet."""
     stats = node.statistics()
-    return int(stats["to_save_chunks"])
+    return int(stats["cleaner_waiting_chunks"])
 
 
 def reserve(folder: Path, rounds: int) -> None:

@@ -164,7 +164,7 @@ class DemoCluster:
         """
         dead = self._nodes[PREFILL_NODE]
         ends_at_s = time.monotonic() + SAVE_DEADLINE_S
-        while self._children.node_statistics(dead)["to_save_chunks"] and time.monotonic() < ends_at_s:
+        while self._children.node_statistics(dead)["cleaner_waiting_chunks"] and time.monotonic() < ends_at_s:
             continue
         self.kill_prefill_node()
         again = self._children.restart_node(dead, self._metadata, *self._node_options(PREFILL_NODE))

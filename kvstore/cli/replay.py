@@ -168,7 +168,7 @@ def _to_save(stack: contextlib.ExitStack, addresses: Sequence[str]) -> Callable[
 
     def ask_all() -> int:
         answers = (channel.call(method, node_pb2.StatsRequest(), STATS_DEADLINE_S) for channel, method in calls)
-        return sum(json.loads(answer.json)["to_save_chunks"] for answer in answers)
+        return sum(json.loads(answer.json)["cleaner_waiting_chunks"] for answer in answers)
 
     return ask_all
 

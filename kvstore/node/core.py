@@ -484,8 +484,6 @@ class NodeCore:
             "draining": int(self.draining),
             "catalog_entries": pool.catalog.claimed_count,
             "events_waiting": len(self.news),
-            "unsaved_chunks": len(pool.unsaved),
-            "to_save_chunks": len(pool.to_save),
             "evictions": pool.counts["removed_evicted"],
             **tier_figures(pool),
             **dict(sorted(pool.counts.items())),

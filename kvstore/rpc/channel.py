@@ -27,7 +27,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the time of one attempt: a busy node needs some
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A proxy from the environment has no business between the parts of a pool.
     ("grpc.enable_http_proxy", 0),

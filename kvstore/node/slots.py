@@ -61,6 +61,11 @@ class Extent:
         return _slots_in(self.stop - self.start, self.slot_bytes, self.header_bytes)
 
     @property
+    def has_room(self) -> bool:
+        """True if a slot is free or was never handed out."""
+        return bool(self.free) or self.fresh < self.slot_count
+
+    @property
     def first(self) -> int:
         """Offset of its first slot."""
         return self.start + _round_up(self.slot_count * self.header_bytes)
@@ -85,6 +90,8 @@ class SlotAllocator:
         self._extents: dict[int, Extent] = {}
         self._starts: list[int] = []
         self._by_class: dict[int, list[Extent]] = {}
+        self._with_room: dict[int, dict[int, Extent]] = {}
+        """Class -> start -> extents that have a slot left: looking for one must not cost a walk through full ones."""
         self._free_slots: Counter[int] = Counter()
         """Class -> free slots of its extents: figures must not cost a walk through them."""
         self.used_bytes = self.used_count = 0
@@ -128,6 +135,7 @@ class SlotAllocator:
         self.used_bytes += len(extent.used) * size
         self.used_count += len(extent.used)
         self._free_slots[size] += extent.slot_count - len(extent.used)
+        self._note_room(extent)
 
     def restore(self, extents: Iterable[tuple[int, int, int]], slots: Iterable[int]) -> list[int]:
         """Take up extents (start, stop, class in bytes) as they were cut before, with the slots that are in use.
@@ -156,7 +164,13 @@ class SlotAllocator:
             extent.free = [offset for offset in reversed(offsets) if offset not in extent.used]
             if not extent.used:
                 self._drop_extent(extent)
+            else:
+                self._note_room(extent)
         return misplaced
+
+    def _note_room(self, extent: Extent) -> None:
+        if extent.has_room:
+            self._with_room.setdefault(extent.slot_bytes, {})[extent.start] = extent
 
     def _use(self, slot: int) -> bool:
         offset = slot * UNIT_BYTES
@@ -183,10 +197,15 @@ class SlotAllocator:
     def allocate(self, size: int, count: int) -> list[int]:
         """Up to `count` slots of class `size` (bytes), as many as are free now."""
         taken: list[int] = []
-        for extent in self._by_class.get(size, []):
+        full = []
+        for extent in self._with_room.get(size, {}).values():
             self._take(extent, count - len(taken), taken)
+            if not extent.has_room:
+                full.append(extent.start)
             if len(taken) == count:
-                return taken
+                break
+        for start in full:
+            del self._with_room[size][start]
         while len(taken) < count:
             fresh = self._new_extent(size)
             if fresh is None:
@@ -196,6 +215,7 @@ class SlotAllocator:
             if len(taken) == before:
                 self._drop_extent(fresh)  # that part of the arena is not open yet
                 break
+            self._note_room(fresh)
         return taken
 
     def _take(self, extent: Extent, count: int, taken: list[int]) -> None:
@@ -223,6 +243,8 @@ class SlotAllocator:
         extent.free.append(offset)
         if not extent.used:
             self._drop_extent(extent)
+        else:
+            self._note_room(extent)
 
     def extent_of(self, slot: int) -> Extent:
         """The extent that holds a slot."""
@@ -295,6 +317,7 @@ class SlotAllocator:
 
     def _drop_extent(self, extent: Extent) -> None:
         self._by_class[extent.slot_bytes].remove(extent)
+        self._with_room.get(extent.slot_bytes, {}).pop(extent.start, None)
         self._free_slots[extent.slot_bytes] -= extent.slot_count
         del self._extents[extent.start]
         self.cuts += 1
@@ -324,6 +347,8 @@ class SlotAllocator:
             assert extent.used and extent.fresh <= extent.slot_count
         assert self.used_bytes == sum(len(e.used) * e.slot_bytes for e in self._extents.values())
         assert self.used_count == sum(len(e.used) for e in self._extents.values())
+        roomy = {start for start, extent in self._extents.items() if extent.has_room}
+        assert roomy == {start for extents in self._with_room.values() for start in extents}, "extents with room"
         free: Counter[int] = Counter()
         for extent in self._extents.values():
             free[extent.slot_bytes] += extent.slot_count - len(extent.used)

@@ -50,6 +50,7 @@ def test_d05_a_read_of_a_slow_ssd_ends_at_its_deadline_with_what_came(
 ) -> None:
     """Two of four jobs of the disk do not end in time; a job is a chunk here."""
     monkeypatch.setattr(disk, "JOB_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(disk, "LARGE_JOB_BYTES", SLOT_BYTES)
     keys = node.on_ssd(1, 4)
     with node.disk.held("preadv", at=node.offsets(keys.slice(2, 4))):
         result = node.read(keys, deadline_s=0.5)

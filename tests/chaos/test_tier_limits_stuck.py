@@ -101,6 +101,7 @@ def test_a_chunk_that_is_removed_while_it_is_read_back_is_absent_and_not_damaged
 ) -> None:
     """A job of the disk is a chunk here: two come, two are removed while they are read."""
     monkeypatch.setattr(disk, "JOB_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(disk, "LARGE_JOB_BYTES", SLOT_BYTES)
     keys = node.on_ssd(1, 4)
     places = node.offsets(keys.slice(2, 4))
     with ThreadPoolExecutor(1) as pool, node.disk.held("preadv", at=places) as hold:

@@ -25,7 +25,8 @@ from kvstore.node.chunks import Chunk, Copy
 READERS = 8
 WRITERS = 8
 JOB_BYTES = 512 << 10
-"""A job moves more only where a single slot is larger."""
+"""A job moves more only where a single slot is larger, or where there is enough for all threads: then up to"""
+LARGE_JOB_BYTES = 4 << 20
 RUN_SLOTS = 256
 """Slots of one system call; the kernel takes 1,024 pieces."""
 
@@ -132,11 +133,12 @@ class Disk:
 
 
 def _jobs(moves: Sequence[Move]) -> list[list[Move]]:
-    """Cut into jobs, in the order of the file."""
+    """Cut into jobs, in the order of the file: few enough for small slots, enough for all threads."""
     jobs: list[list[Move]] = []
-    size = JOB_BYTES
+    share = sum(move.size_bytes for move in moves) // READERS
+    size = limit = max(JOB_BYTES, min(LARGE_JOB_BYTES, share))
     for move in sorted(moves, key=lambda move: move.ssd_slot):
-        if size + move.size_bytes > JOB_BYTES:
+        if size + move.size_bytes > limit:
             jobs.append([])
             size = 0
         jobs[-1].append(move)

@@ -21,6 +21,7 @@ from tests.unit.node.tiered_node import WAIT_S, TieredNode
 def test_a_read_that_was_taken_back_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "STOP_SAVING_S", 0.05)
     monkeypatch.setattr(disk, "JOB_BYTES", 1)
+    monkeypatch.setattr(disk, "LARGE_JOB_BYTES", 1)
     monkeypatch.setattr(disk, "READERS", 1)
     go_on = threading.Event()
 

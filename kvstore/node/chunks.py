@@ -37,6 +37,7 @@ class KnownNamespace:
         self.namespace = namespace
         self.id = namespace.id
         self.number = number
+        self.chunk_tokens = namespace.layout.chunk_tokens
         self.geometries: dict[int, Geometry] = {}
         self.kinds: dict[int, ShardKind] = {}
         """Shard id -> what it is."""
@@ -194,7 +195,7 @@ class Chunk:
     @property
     def first_token(self) -> int:
         """Tokens of its prompt before it."""
-        return self.depth * self.space.layout.chunk_tokens
+        return self.depth * self.space.chunk_tokens
 
     @property
     def covered_here(self) -> bool:

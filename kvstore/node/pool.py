@@ -179,7 +179,8 @@ class Pool:
         if not chunk.copies:
             chunk.used_s = self._clock()
             chunk.uses += 1
-            self._admission.came(chunk)
+            if self.ssd is not None:
+                self._admission.came(chunk)
         self._admit(self.dram, chunk, shard, copy)
         self.catalog.publish(entry, _entry_value(chunk, shard, copy, TierName.DRAM))
         self.counts["commits"] += 1
@@ -379,7 +380,7 @@ class Pool:
         """Out of catalog, tiers, index and forest."""
         self._ahead.discard(chunk)
         self._chunk_count -= chunk.is_committed
-        if free_on_ssd:
+        if chunk.ssd and free_on_ssd:
             self.stale_slots += [copy.slot for copy in chunk.ssd.values()]
         for shard, copy in chunk.ssd.items():
             if shard not in chunk.copies:
@@ -389,7 +390,7 @@ class Pool:
             self.catalog.set_state(copy.slot, SlotState.FREE)
         self._saved_or_gone(chunk)
         self.dram.leave(chunk)
-        if self.ssd is not None:
+        if self.ssd is not None and chunk.ssd:
             self.ssd.leave(chunk, free=free_on_ssd)
         chunk.published = False
         if chunk.first_child is not None:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.unit.node.ssd_setting import KEYS, NUMBERS, SLOT_BYTES, STORED, cut, 
 
 TMPFS_BYTES = 320 << 10
 SIZE_BYTES = 512 << 10
+NOBODY = 65534
 
 
 @contextmanager
@@ -148,18 +150,34 @@ def test_a_read_only_file_system_refuses_the_start_and_allows_a_check(tmp_path: 
     assert (folder / "ssd").read_bytes() == before
 
 
-def test_a_folder_or_file_without_permission_refuses_the_start(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    path = tmp_path / "ssd"
-    open_arena(path).close()
-    path.chmod(0o400)
-    with pytest.raises(ConfigurationError, match=r"Permission denied; give this user access"):
-        open_arena(path)
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigurationError, match=r"Permission denied; give this user access"):
-        open_arena(tmp_path / "new")
-    tmp_path.chmod(0o700)
+@contextmanager
+def as_an_ordinary_user(folder: Path) -> Iterator[None]:
+    """Run the block as the owner of `folder` and of what lies in it, without root's leave to write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_or_file_without_permission_refuses_the_start() -> None:
+    with tempfile.TemporaryDirectory() as name:  # each folder above it may be entered by all, unlike tmp_path
+        folder = Path(name)
+        path = folder / "ssd"
+        open_arena(path).close()
+        with as_an_ordinary_user(folder):
+            path.chmod(0o400)
+            with pytest.raises(ConfigurationError, match=r"Permission denied; give this user access"):
+                open_arena(path)
+            folder.chmod(0o500)
+            with pytest.raises(ConfigurationError, match=r"Permission denied; give this user access"):
+                open_arena(folder / "new")
+            folder.chmod(0o700)
 
 
 def test_c05_what_an_earlier_run_left_counts_and_nothing_is_added(tmp_path: Path) -> None:

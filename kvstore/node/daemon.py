@@ -138,8 +138,7 @@ class NodeDaemon:
     async def start(self) -> dict[str, Any]:
         """Bind everything; returns the announcement: addresses, node id, sizes."""
         gc.set_threshold(*_GC_THRESHOLDS)
-        settings = self._settings
-        seat = self._seat
+        settings, seat = self._settings, self._seat
         core_settings = CoreSettings(
             eviction=settings.eviction,
             room_chunks=settings.room_chunks,
@@ -151,19 +150,50 @@ class NodeDaemon:
         plan = MemoryPlan.of(settings.dram, settings.slots, ssd_bytes)
         if seat is None:
             plan.check()
-        memory = (
+        self._memory = memory = (
             NodeMemory.create(settings.dram, settings.slots) if seat is None else NodeMemory.adopt(seat, settings.slots)
         )
-        self._memory = memory
         last_epoch = memory.last_epoch
         epoch = next_epoch(Path(settings.data_dir), last_epoch)
         catalog = CatalogWriter(memory.catalog, memory.shape, epoch)
-        allocator = SlotAllocator(settings.dram)
         ssd = await self._open_ssd(epoch)
-        ssd_allocator = None
+        self._tcp = self._serve_tcp(epoch)
+        self.core = core = self._make_core(core_settings, catalog, epoch, ssd)
+        self._exporter = Exporter(core.pool)
+        self._operations = Operations(core, time.monotonic)
+        arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
+        if last_epoch:
+            self._recover_dram()
         if ssd is not None:
-            size = ssd.size_bytes
-            ssd_allocator = SlotAllocator(size, size, start_bytes=ssd.slots_start, header_bytes=HEADER_BYTES)
+            await self._recover_ssd(core, arena_view, ssd)
+        if last_epoch or ssd is not None:
+            core.settle()
+        await self._serve(arena_view)
+        if self.tiers is not None:
+            self.tiers.start()
+        self._tasks = [asyncio.create_task(self._populate(core.pool.allocator)), asyncio.create_task(self._tick())]
+        if self._index is not None:
+            self._publisher = Publisher(core, asyncio.get_running_loop(), self._index)
+            self._publisher.start()
+        metrics_address = metrics.serve_metrics(settings.metrics_address)
+        return {
+            "role": "node",
+            "node_id": core.info.node_id,
+            "epoch": epoch,
+            "host_id": core.info.host_id,
+            "control_address": core.info.control_address,
+            "data_address": core.info.data_address,
+            "metrics_address": metrics_address,
+            "socket_path": core.info.socket_path,
+            "dram_bytes": settings.dram,
+            "ssd_bytes": ssd.size_bytes if ssd is not None else 0,
+            "memory_bytes": plan.total_bytes,
+            "eviction": settings.eviction,
+            "limits": limits,
+        }
+
+    def _serve_tcp(self, epoch: int) -> TcpServer:
+        settings, memory = self._settings, self._memory
         generations = np.frombuffer(memory.catalog, dtype="<u8")[memory.shape.generations_offset // 8 :]
 
         def generations_of(slots: Sequence[int]) -> list[int]:
@@ -175,72 +205,59 @@ class NodeDaemon:
                 f"data_address {settings.data_address} can be reached from other hosts and pages travel in plain: "
                 "pass --insecure to accept that, or bind 127.0.0.1"
             )
-        self._tcp = TcpServer(memory.arena.fd, memory.arena.size_bytes, generations_of, epoch, host, port)
-        self._server = serving.Server(_SERVICES)
-        socket_path = str(Path(settings.socket_dir) / f"{settings.node_id}.sock")
-        # The core needs the bound control address, and the servicer the core: bind first, add the core's address after.
+        return TcpServer(memory.arena.fd, memory.arena.size_bytes, generations_of, epoch, host, port)
+
+    def _make_core(
+        self, core_settings: CoreSettings, catalog: CatalogWriter, epoch: int, ssd: SsdArena | None
+    ) -> NodeCore:
+        """The core, empty. It needs the control address, and what is served there needs the core: `_serve` adds it."""
+        settings = self._settings
         info = NodeInfo(
             node_id=settings.node_id,
             epoch=epoch,
             host_id=settings.host_id,
             control_address="",
             data_address=self._advertised(self._tcp.address),
-            socket_path=socket_path,
+            socket_path=str(Path(settings.socket_dir) / f"{settings.node_id}.sock"),
         )
-        self.core = core = NodeCore(info, catalog, allocator, time.monotonic, core_settings, ssd_allocator)
-        self._exporter = Exporter(core.pool)
-        self._operations = operations = Operations(core, time.monotonic)
-        if last_epoch:
-            self._on_progress("recovering", 0, 0)
-            self._recovered = recover(core, memory.catalog, time.monotonic())
-            logger.warning(
-                "took over the memory of an earlier worker: %d chunks kept, %d shards dropped, %d slots in quarantine",
-                self._recovered.chunks,
-                self._recovered.dropped_shards,
-                self._recovered.quarantined_slots,
-            )
-            self._on_progress("recovering", self._recovered.chunks, self._recovered.chunks)
-            self._former = FormerWriters(core, self._recovered.holders, seat)
-        arena_view = np.frombuffer(memory.arena.memory, dtype=np.uint8)
+        ssd_allocator = None
         if ssd is not None:
-            await self._recover_ssd(core, arena_view, ssd)
-        if last_epoch or ssd is not None:
-            core.settle()
+            size = ssd.size_bytes
+            ssd_allocator = SlotAllocator(size, size, start_bytes=ssd.slots_start, header_bytes=HEADER_BYTES)
+        return NodeCore(info, catalog, SlotAllocator(settings.dram), time.monotonic, core_settings, ssd_allocator)
+
+    def _recover_dram(self) -> None:
+        """Take up what an earlier worker left in memory that outlived it."""
+        core = self.core
+        self._on_progress("recovering", 0, 0)
+        self._recovered = found = recover(core, self._memory.catalog, time.monotonic())
+        logger.warning(
+            "took over the memory of an earlier worker: %d chunks kept, %d shards dropped, %d slots in quarantine",
+            found.chunks,
+            found.dropped_shards,
+            found.quarantined_slots,
+        )
+        self._on_progress("recovering", found.chunks, found.chunks)
+        self._former = FormerWriters(core, found.holders, self._seat)
+
+    async def _serve(self, arena_view: npt.NDArray[np.uint8]) -> None:
+        """What is kept by name is kept again; then the services by gRPC and the sessions by Unix socket."""
+        core, memory, settings = self.core, self._memory, self._settings
         pin_file = PinFile(Path(settings.data_dir))
-        operations.restore(pin_file.load())
+        self._operations.restore(pin_file.load())
         if self._make_mover is not None:
             self._mover = self._make_mover(core)
         stage = self.tiers.stage if self.tiers is not None else None
         servicer = NodeServicer(core, PageStreams(core, arena_view, stage), self._more_stats, self.tiers)
+        admin = AdminServicer(core, self._operations, arena_view, pin_file, self._mover, self.tiers)
+        self._server = serving.Server(_SERVICES)
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
-        admin = AdminServicer(core, operations, arena_view, pin_file, self._mover, self.tiers)
         self._server.add(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin)
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
-        core.info = _with_control(info, self._advertised(control))
-        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, socket_path, SessionVerbs(servicer), seat)
+        core.info = _with_control(core.info, self._advertised(control))
+        verbs = SessionVerbs(servicer)
+        self._sessions = SessionServer(core, memory.catalog_fd, memory.arena, core.info.socket_path, verbs, self._seat)
         self._sessions.start()
-        if self.tiers is not None:
-            self.tiers.start()
-        self._tasks = [asyncio.create_task(self._populate(allocator)), asyncio.create_task(self._tick())]
-        if self._index is not None:
-            self._publisher = Publisher(core, asyncio.get_running_loop(), self._index)
-            self._publisher.start()
-        metrics_address = metrics.serve_metrics(settings.metrics_address)
-        return {
-            "role": "node",
-            "node_id": info.node_id,
-            "epoch": epoch,
-            "host_id": info.host_id,
-            "control_address": core.info.control_address,
-            "data_address": core.info.data_address,
-            "metrics_address": metrics_address,
-            "socket_path": socket_path,
-            "dram_bytes": settings.dram,
-            "ssd_bytes": ssd.size_bytes if ssd is not None else 0,
-            "memory_bytes": plan.total_bytes,
-            "eviction": settings.eviction,
-            "limits": limits,
-        }
 
     async def _open_ssd(self, epoch: int) -> SsdArena | None:
         if not self._settings.ssd:

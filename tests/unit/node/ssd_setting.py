@@ -148,3 +148,19 @@ def image_of(events: Sequence[Event]) -> bytearray:
             image = image.ljust(stop, b"\0")
             image[event.offset : stop] = event.data
     return image
+
+
+def filled(path: Path) -> list[ExtentPlace]:
+    """A file with chunk 0 in the first slot of one extent and chunk 1 in the first one of another."""
+    with open_arena(path) as arena:
+        extents = cut(arena, 2)
+        for number, extent in enumerate(extents):
+            store(arena, number, extent.slot(0))
+    return extents
+
+
+def found(arena: SsdArena) -> set[bytes]:
+    """The keys of all chunks that a scan finds, each of them whole."""
+    headers = list(arena.scan())
+    assert all(is_whole(arena, header) for header in headers)
+    return {header.key for header in headers}

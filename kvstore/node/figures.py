@@ -14,9 +14,9 @@ def tier_figures(pool: Pool) -> dict[str, int]:
         **_tier("ssd", pool.ssd),
         "ssd_removed_slots": len(pool.removed_slots),
         "ssd_other_slots": ssd_used - len(pool.removed_slots),
-        "cleaner_waiting_chunks": len(pool.to_save),
-        "cleaner_unsaved_chunks": len(pool.unsaved),
-        "cleaner_unsaved_bytes": pool.unsaved_bytes,
+        "cleaner_waiting_chunks": len(pool.backlog.waiting),
+        "cleaner_unsaved_chunks": len(pool.backlog.unsaved),
+        "cleaner_unsaved_bytes": pool.backlog.unsaved_bytes,
         "cleaner_stale_slots": len(pool.stale_slots),
     }
 

@@ -2,7 +2,8 @@
 
 The pool joins the forest (which chunk has which shards), the tiers (`tier.py`: slots and eviction order), the catalog
 (what readers see: one entry a shard, for its fastest copy) and the news for the index, and keeps them equal.
-Reservations and sessions are not its business (`reservations.py`), nor are disk and threads (`tiers/`).
+What waits for the SSD is in `backlog.py`. Reservations and sessions are not its business (`reservations.py`), nor are
+disk and threads (`tiers/`).
 
 With an SSD tier each tier is leaf-first by itself: the SSD holds a chunk only together with its parent, so that what
 a restart of the host finds there is of use. A chunk leaves the node with its last copy; before that it is only moved.
@@ -11,9 +12,8 @@ a restart of the host finds there is of use. A chunk leaves the node with its la
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from kvstore.errors import LimitExceeded
 from kvstore.metadata import GEOMETRIES_A_NAMESPACE_LIMIT, EventKind
@@ -22,6 +22,7 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import Tier as TierName
 from kvstore.node.admission import Admission
+from kvstore.node.backlog import Backlog
 from kvstore.node.catalog import CatalogWriter, EntryValue, age_of
 from kvstore.node.chunks import Chunk, Copy, Forest, KnownNamespace
 from kvstore.node.slots import SlotAllocator
@@ -35,7 +36,6 @@ READ_BACK_SHARE = 1 / 16
 _READ_BACK_SLOTS = 4
 TIMED_PATHS = ("ssd_read", "ssd_write", "grpc_put", "grpc_get")
 """Ways of bytes that the node's own loop sees end: a shard, a batch of shards, a chunk, a chunk."""
-_SCAN_LIMIT = 4096
 
 Publish = Callable[[EventKind, Chunk, int, TierName], None]
 
@@ -85,11 +85,6 @@ class Pool:
         self.ssd: Tier | None = None
         if ssd_allocator is not None:
             self.ssd = Tier(TierName.SSD, ssd_allocator, forest, self.evict_from_ssd, clock=clock, eviction=eviction)
-        self.unsaved: set[Chunk] = set()
-        """Chunks with shards that are in DRAM only, and the bytes of those shards."""
-        self.unsaved_bytes = 0
-        self.to_save: OrderedDict[Chunk, float] = OrderedDict()
-        """Those of them that are worth it, first to save first -> when they got that place."""
         self.removed_slots: list[int] = []
         """SSD slots whose chunks somebody removed: in use until their headers are gone from the disk."""
         self.stale_slots: list[int] = []
@@ -98,6 +93,8 @@ class Pool:
         self._ahead: set[Chunk] = set()
         """In DRAM since they came from the SSD, and not asked for since then."""
         self._admission = admission or Admission()
+        self.backlog = Backlog(clock, self._admission)
+        """What is not on the SSD; empty without one."""
         self._clock = clock
         self._publish = publish
 
@@ -185,7 +182,7 @@ class Pool:
         self.catalog.publish(entry, _entry_value(chunk, shard, copy, TierName.DRAM))
         self.counts["commits"] += 1
         if self.ssd is not None and shard not in chunk.ssd:
-            self._unsave(chunk, copy.size_bytes)
+            self.backlog.add(chunk, copy.size_bytes)
         self._tell(chunk, shard)
 
     def promote(self, chunk: Chunk, shard: int, slot: int, table_hash: int, *, ahead: bool = False) -> None:
@@ -222,18 +219,13 @@ class Pool:
         size = chunk.space.kinds[shard].slot_bytes
         self._admit(self.ssd, chunk, shard, Copy(slot, generation, chunk.copies[shard].entry, size, table_hash))
         self.counts["saves"] += 1
-        self.unsaved_bytes -= size
-        if chunk.is_saved:
-            self.unsaved.remove(chunk)
-            self.to_save.pop(chunk, None)
+        self.backlog.saved(chunk, size)
 
     def close_ssd(self) -> None:
         """The SSD tier is out of service, and all its copies were dropped."""
         assert self.ssd is not None and not self.ssd.chunk_count
         self.ssd = None
-        self.unsaved.clear()
-        self.to_save.clear()
-        self.unsaved_bytes = 0
+        self.backlog.clear()
         self.removed_slots.clear()
         self.stale_slots.clear()
 
@@ -263,7 +255,7 @@ class Pool:
             for chunk in by_age:
                 for shard, copy in chunk.copies.items():
                     if shard not in chunk.ssd:
-                        self._unsave(chunk, copy.size_bytes)
+                        self.backlog.add(chunk, copy.size_bytes)
         for head in heads:
             self._tell(head, next(iter(head.shards)))
 
@@ -295,8 +287,8 @@ class Pool:
                 tokens += chunk.token_count
                 chunk.used_s = now_s
                 chunk.uses += 1
-                if self.unsaved and chunk in self.unsaved and self._admission.wants(chunk):
-                    self.to_save.setdefault(chunk, now_s)
+                if self.ssd is not None:
+                    self.backlog.used(chunk, now_s)
         if chunk is not None:
             for tier in self.tiers:
                 tier.touch(keys, chunk.space.group)
@@ -325,7 +317,7 @@ class Pool:
     def _evict_from_dram(self, chunk: Chunk) -> None:
         if not chunk.ssd:
             if self.ssd is not None:
-                self.counts["evicted_unsaved"] += chunk in self.to_save
+                self.counts["evicted_unsaved"] += chunk in self.backlog.waiting
                 self._admission.left(chunk)
             self._evicted(chunk)
             return
@@ -339,7 +331,7 @@ class Pool:
             else:
                 self._hide(chunk, shard, copy, TierName.DRAM)
             self.catalog.set_state(copy.slot, SlotState.FREE)
-        self._saved_or_gone(chunk)
+        self.backlog.leaves(chunk)
         self.dram.leave(chunk)
         self.counts["demotions"] += 1
         self._judge(chunk)
@@ -364,7 +356,7 @@ class Pool:
             self.stale_slots += [copy.slot for copy in chunk.ssd.values()]
         for shard, copy in chunk.ssd.items():
             if shard in chunk.copies:
-                self._unsave(chunk, copy.size_bytes, again=not free)
+                self.backlog.add(chunk, copy.size_bytes, again=not free)
             else:
                 self._hide(chunk, shard, copy, TierName.SSD)
         self.ssd.leave(chunk, free=free)
@@ -388,7 +380,7 @@ class Pool:
         for shard, copy in chunk.copies.items():
             self._hide(chunk, shard, copy, TierName.DRAM)
             self.catalog.set_state(copy.slot, SlotState.FREE)
-        self._saved_or_gone(chunk)
+        self.backlog.leaves(chunk)
         self.dram.leave(chunk)
         if self.ssd is not None and chunk.ssd:
             self.ssd.leave(chunk, free=free_on_ssd)
@@ -414,52 +406,6 @@ class Pool:
             self.forest.uncovered.pop(chunk.key, None)
         elif not chunk.covered_here:
             self.forest.uncovered.setdefault(chunk.key)
-
-    # --- what is to be saved -----------------------------------------------------------------------------
-
-    def _unsave(self, chunk: Chunk, size_bytes: int, *, again: bool = True) -> None:
-        """A shard is in DRAM only. `again` False: it is not worth a place just now."""
-        self.unsaved.add(chunk)
-        self.unsaved_bytes += size_bytes
-        if again and self._admission.wants(chunk):
-            self.to_save.setdefault(chunk, self._clock())
-
-    def _saved_or_gone(self, chunk: Chunk) -> None:
-        """Before its DRAM copies leave."""
-        if chunk in self.unsaved:
-            self.unsaved.remove(chunk)
-            self.to_save.pop(chunk, None)
-            self.unsaved_bytes -= sum(c.size_bytes for shard, c in chunk.copies.items() if shard not in chunk.ssd)
-
-    def coldest_to_save(self, count: int) -> list[Chunk]:
-        """Up to `count` chunks to save, those first that were used longest ago. Nothing changes but their order.
-
-        Chunks that were used since they got their place go back to the end, at most a few thousand in one call.
-        """
-        late: dict[Chunk, None] = {}
-        found: list[Chunk] = []
-        for chunk, placed_s in islice(self.to_save.items(), _SCAN_LIMIT):
-            if chunk.used_s > placed_s:
-                late[chunk] = None
-            else:
-                found.append(chunk)
-                if len(found) == count:
-                    break
-        for chunk in late:
-            self.to_save[chunk] = chunk.used_s
-            self.to_save.move_to_end(chunk)
-        return found or list(late)[:count]
-
-    def put_off(self, chunk: Chunk) -> None:
-        """It cannot be saved now: others have their turn first."""
-        if chunk in self.to_save:
-            self.to_save[chunk] = self._clock()
-            self.to_save.move_to_end(chunk)
-
-    def no_room_for(self, chunk: Chunk) -> None:
-        """The SSD has no room for it: it is not tried again before somebody uses it or asks for it."""
-        self.to_save.pop(chunk, None)
-        self.counts["ssd_no_room"] += 1
 
     # --- telling the index -------------------------------------------------------------------------------
 
@@ -494,15 +440,13 @@ class Pool:
         for tier in self.tiers:
             tier.check()
         assert self._chunk_count == sum(chunk.is_committed for chunk in self.forest.chunks.values())
-        unsaved = {chunk for chunk in self.forest.chunks.values() if not chunk.is_saved}
-        assert self.ssd is None or unsaved == self.unsaved >= self.to_save.keys(), "unsaved chunks"
+        if self.ssd is not None:
+            self.backlog.check(self.forest.chunks.values())
         for chunk in self.forest.chunks.values():
             for copy in chunk.copies.values():
                 assert self.catalog.generation(copy.slot) == copy.generation and copy.generation % 2 == 0
             assert not chunk.published or chunk.is_root or chunk.parent is None or chunk.parent.published
             assert not chunk.ssd or chunk.parent is None or chunk.parent.ssd, "on the SSD without its parent"
-        owing = sum(c.size_bytes for each in unsaved for shard, c in each.copies.items() if shard not in each.ssd)
-        assert self.ssd is None or owing == self.unsaved_bytes, "unsaved bytes"
 
 
 def _best(chunk: Chunk, shard: int) -> TierName:

@@ -60,7 +60,7 @@ class Setting:
 
     def rest(self) -> None:
         """Until the cleaner has nothing to do."""
-        self.wait(lambda: not self.node.core.pool.to_save)
+        self.wait(lambda: not self.node.core.pool.backlog.waiting)
         self.node.call(self.node.core.check)
 
     def wait(self, condition: Callable[[], bool]) -> None:

@@ -264,7 +264,7 @@ class TierNode:
         pool = self.core.pool
 
         def quiet() -> bool:
-            busy = (*pool.to_save, *pool.removed_slots, *self.core.own_slots, *self.tiers._saver.begun)
+            busy = (*pool.backlog.waiting, *pool.removed_slots, *self.core.own_slots, *self.tiers._saver.begun)
             return not busy
 
         until(lambda: self.call(quiet))

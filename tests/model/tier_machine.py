@@ -141,7 +141,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def save_the_coldest(self) -> None:
-        for chunk in self.pool.coldest_to_save(2):
+        for chunk in self.pool.backlog.coldest(2):
             keys = next(keys for _, keys in self.chains if chunk.key in list(keys))
             self._persist(keys.slice(0, list(keys).index(chunk.key) + 1))
 

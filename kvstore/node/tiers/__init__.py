@@ -100,7 +100,7 @@ class TierStack:
                 await self._task
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SAVING_S):
-                while self.failed is None and self._pool.to_save and await self._saver.save_coldest():
+                while self.failed is None and self._pool.backlog.waiting and await self._saver.save_coldest():
                     pass
         under_way = [*self._saver.begun, *self._read_back.under_way.values()]
         if under_way:

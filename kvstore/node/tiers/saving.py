@@ -49,6 +49,7 @@ class Saver:
         assert core.pool.ssd is not None
         self._core = core
         self._pool = core.pool
+        self._backlog = core.pool.backlog
         self._tier = core.pool.ssd
         self._allocator = core.pool.ssd.allocator
         self._disk = disk
@@ -80,7 +81,7 @@ class Saver:
 
     def wake(self) -> None:
         """Something was committed or removed."""
-        if self._pool.to_save or self._pool.removed_slots:
+        if self._backlog.waiting or self._pool.removed_slots:
             self._work.set()
 
     async def clean(self) -> None:
@@ -90,7 +91,7 @@ class Saver:
             if self._pool.removed_slots:
                 await self._whole(self._forget_removed)
             self._try_fresh_slots()
-            if not self._pool.to_save or not await self.save_coldest():
+            if not self._backlog.waiting or not await self.save_coldest():
                 try:
                     await asyncio.wait_for(self._work.wait(), IDLE_S)
                 except TimeoutError:
@@ -98,7 +99,7 @@ class Saver:
 
     async def save_coldest(self) -> bool:
         """One batch of what waits; False if nothing of it reached the SSD."""
-        return await self._whole(lambda: self._save_now(self._pool.coldest_to_save(BATCH_CHUNKS)))
+        return await self._whole(lambda: self._save_now(self._backlog.coldest(BATCH_CHUNKS)))
 
     async def persist(self, keys: Keys, ends_s: float) -> tuple[int, str]:
         """Save the leading chunks of these keys now, until the time is up. (Chunks that are saved, why not more)."""
@@ -111,7 +112,7 @@ class Saver:
         reason = "" if len(chunks) == len(keys) else "absent"
 
         def left() -> list[Chunk]:
-            return [chunk for chunk in chunks if chunk in self._pool.unsaved]
+            return [chunk for chunk in chunks if chunk in self._backlog.unsaved]
 
         while not self._has_failed() and left():
             if time.monotonic() >= ends_s:
@@ -187,7 +188,7 @@ class Saver:
             if not line:
                 continue
             if line[-1].is_orphan:
-                self._pool.put_off(chunk)  # nothing of it can be saved; others must not wait behind it
+                self._backlog.put_off(chunk)  # nothing of it can be saved; others must not wait behind it
                 continue
             for each in reversed(line):
                 size += sum(copy.size_bytes for copy in each.copies.values())
@@ -253,17 +254,17 @@ class Saver:
             parent = chunk.parent
             if parent is not None and not parent.ssd and parent not in begun:
                 if parent in batch:
-                    self._pool.no_room_for(chunk)
+                    self._no_room_for(chunk)
                     refused.add(chunk)
                 else:  # an earlier one has just pushed it out: the next batch brings both
-                    self._pool.put_off(chunk)
+                    self._backlog.put_off(chunk)
                 continue
             kept = ({chunk} if parent is None else {chunk, parent}) - self._tier.kept
             self._tier.kept |= kept
             for shard in [shard for shard in chunk.copies if shard not in chunk.ssd]:
                 move = self._take(chunk, shard)
                 if move is None:
-                    self._pool.no_room_for(chunk)
+                    self._no_room_for(chunk)
                     break
                 moves.append(move)
                 begun.add(chunk)
@@ -287,7 +288,12 @@ class Saver:
                 has_room.update(line)
             elif line:
                 refused.update(line)
-                self._pool.no_room_for(chunk)
+                self._no_room_for(chunk)
+
+    def _no_room_for(self, chunk: Chunk) -> None:
+        """The SSD has no room for it."""
+        self._backlog.give_up(chunk)
+        self._pool.counts["ssd_no_room"] += 1
 
     def _take(self, chunk: Chunk, shard: int) -> Move | None:
         copy = chunk.copies[shard]
@@ -373,7 +379,7 @@ class Saver:
             else:
                 pool.removed_slots.append(move.ssd_slot)  # its header may be there
                 if isinstance(error, LimitExceeded):
-                    pool.to_save.pop(chunk, None)
+                    self._backlog.give_up(chunk)
             self._moving.remove(move.ssd_slot)
             self._tier.coming_bytes[chunk.space.group] -= move.size_bytes
         self._tier.kept.clear()

@@ -30,7 +30,7 @@ def test_orphans_do_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.M
             child = node.core.reserve(other, keys, shard, b"")
             node.core.commit(other, child.attempt, [1], [7], True)
             node.core.abort(failing, begun.attempt)
-        assert all(chunk.is_orphan for chunk in node.core.pool.to_save)
+        assert all(chunk.is_orphan for chunk in node.core.pool.backlog.waiting)
         keys = keys_of(space, 1, 6)
         node.store(space, keys)
         node.tiers.start()
@@ -74,7 +74,7 @@ def test_a_chain_without_room_does_not_come_back_by_its_tail(tmp_path: Path, mon
         monkeypatch.setattr(saver, "_take", lambda chunk, shard: None if chunk.key in set(long) else take(chunk, shard))
         node.tiers.start()
         await node.until(lambda: set(node.on_ssd()) == set(other))
-        await node.until(lambda: not pool.to_save)  # and nothing is tried for ever
+        await node.until(lambda: not pool.backlog.waiting)  # and nothing is tried for ever
         await node.tiers.stop()
 
     asyncio.run(save())

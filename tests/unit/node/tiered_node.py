@@ -211,7 +211,9 @@ class TieredNode:
 
     async def rest(self) -> None:
         """Until the cleaner has nothing to do."""
-        await self.until(lambda: not self.core.pool.to_save and not self.core.holds.moving and self._all_owned())
+        await self.until(
+            lambda: not self.core.pool.backlog.waiting and not self.core.holds.moving and self._all_owned()
+        )
 
     def _all_owned(self) -> bool:
         """No SSD slot is in use but for a shard that is there: nothing is written, nothing waits to be forgotten."""
@@ -232,5 +234,5 @@ class TieredNode:
 
     async def die(self) -> None:
         """End without saving what is only in DRAM."""
-        self.core.pool.to_save.clear()
+        self.core.pool.backlog.waiting.clear()
         await self.tiers.stop()

@@ -13,10 +13,9 @@ from __future__ import annotations
 import array
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from kvstore.node.catalog import age_of
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
 from kvstore.node.operators.moving import Drained
+from kvstore.node.steps import Steps, in_turns
 from kvstore.rpc import wire
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
@@ -41,9 +41,6 @@ CHAIN_DEADLINE_S = 60.0
 STEP_CHUNKS = 1000
 """Chunks that are looked at in one turn of the event loop: 1 to 2 ms."""
 PROGRESS_EVERY_S = 0.1
-
-T = TypeVar("T")
-_Steps = Generator[None, None, T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class Leaves:
     ages: array.array[int] = field(default_factory=lambda: array.array("q"))
 
 
-def leaf_steps(core: NodeCore) -> _Steps[Leaves]:
+def leaf_steps(core: NodeCore) -> Steps[Leaves]:
     """All chains of the node, each by its last chunk; yields between its turns."""
     leaves = Leaves()
     for number, chunk in enumerate(list(core.pool.forest.chunks.values()), 1):
@@ -78,7 +75,7 @@ def leaf_steps(core: NodeCore) -> _Steps[Leaves]:
     return leaves
 
 
-def chain_steps(core: NodeCore, leaf: bytes) -> _Steps[Chain | None]:
+def chain_steps(core: NodeCore, leaf: bytes) -> Steps[Chain | None]:
     """The chain that ends with this chunk, None if it is not whole any more; yields between its turns."""
     line: list[Chunk] = []
     cuts: list[tuple[int, tuple[int, ...]]] = []
@@ -127,17 +124,6 @@ def _cut(chunk: Chunk) -> tuple[int, tuple[int, ...]]:
     return digest, tuple(shard & 0xFF for shard in best if shard >> 8 == digest)
 
 
-async def _in_turns(steps: _Steps[T]) -> T:
-    """What the generator returns; everybody else gets a turn between its steps."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        await asyncio.sleep(0)
-
-
 @dataclass(slots=True, eq=False)
 class _Target:
     """A node that pulls. `usable` False: it failed, and is not asked again."""
@@ -174,7 +160,7 @@ class Drain:
         threads = ThreadPoolExecutor(workers, thread_name_prefix="kvstore-drain")
         tasks: set[asyncio.Task[None]] = set()
         try:
-            leaves = await _in_turns(leaf_steps(self._core))
+            leaves = await in_turns(leaf_steps(self._core))
             self._chunks = len(leaves.chunks)
             order = await asyncio.to_thread(lambda: np.argsort(-np.frombuffer(leaves.ages, dtype=np.int64)))
             queue = (leaves.keys[place] for place in order)
@@ -202,7 +188,7 @@ class Drain:
 
     async def _work(self, leaves: Iterator[bytes], threads: ThreadPoolExecutor) -> None:
         for leaf in leaves:
-            chain = await _in_turns(chain_steps(self._core, leaf))
+            chain = await in_turns(chain_steps(self._core, leaf))
             if chain is None:
                 self._fail({leaf}, MissReason.ABSENT.value)
                 continue

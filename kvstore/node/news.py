@@ -7,7 +7,7 @@ snapshot of what the forest holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice, takewhile
 
@@ -15,13 +15,12 @@ from kvstore.metadata import Batch, EventKind, IndexEvent
 from kvstore.model.layout import Geometry
 from kvstore.model.values import NodeInfo, Tier
 from kvstore.node.chunks import Chunk, Forest
+from kvstore.node.steps import Steps, finish
 
 EVENTS_LIMIT = 200_000
 """Index events kept for the publisher; beyond that it must send a snapshot."""
 SNAPSHOT_STEP_CHUNKS = 1000
 """Chunks of a snapshot that are looked at in one turn of the loop: about 2 ms."""
-
-_Steps = Generator[None, None, list[Batch]]
 
 _Event = tuple[EventKind, bytes, bytes, bytes, int, Tier]
 """An IndexEvent as a tuple: one is made for every commit and eviction."""
@@ -51,15 +50,9 @@ class News:
 
     def take_batch(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> list[Batch]:
         """All steps of `batch_steps` in one go."""
-        steps = self.batch_steps(acknowledged, limit, resync=resync, lease_ms=lease_ms)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                batches: list[Batch] = end.value
-                return batches
+        return finish(self.batch_steps(acknowledged, limit, resync=resync, lease_ms=lease_ms))
 
-    def batch_steps(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> _Steps:
+    def batch_steps(self, acknowledged: int, limit: int, *, resync: bool, lease_ms: int) -> Steps[list[Batch]]:
         """What to publish next: events after `acknowledged`, or with `resync` (or after an overflow) a snapshot.
 
         A generator that returns it; other calls of the core may come between its steps, but no second one of this.
@@ -91,7 +84,7 @@ class News:
         """Number of the newest event."""
         return self._first_sequence + len(self._events) - 1
 
-    def _snapshot_steps(self, limit: int, lease_ms: int) -> _Steps:
+    def _snapshot_steps(self, limit: int, lease_ms: int) -> Steps[list[Batch]]:
         """Everything that the index may know, under fresh sequence numbers; parents mostly before children.
 
         Events that happen between the steps are numbered behind the snapshot, whether it saw their effect or not.

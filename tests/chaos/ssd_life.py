@@ -20,7 +20,7 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import Outcome
 from kvstore.node.arena.ssd_file import Buffer, Calls
-from kvstore.node.operators.operations import finish
+from kvstore.node.steps import finish
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.ssd_setting import Event, Recorder
 from tests.unit.node.tiered_node import TieredNode

@@ -36,8 +36,8 @@ from kvstore.node.arena.ssd_file import Buffer, Calls
 from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import CoreSettings
-from kvstore.node.operators.operations import finish
 from kvstore.node.quotas import Quota
+from kvstore.node.steps import finish
 from kvstore.node.tier import Bounds
 from tests.unit.node.small_node import WIDE
 from tests.unit.node.tiered_node import DramMemory, TieredNode

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,9 @@ from kvstore.model.values import NodeInfo
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
 from kvstore.node.operators.moving import Mover
-from kvstore.node.operators.operations import NamespaceContents, Operations, Promoter, SampledShard, Steps
+from kvstore.node.operators.operations import NamespaceContents, Operations, Promoter, SampledShard
 from kvstore.node.operators.pins import PinFile
+from kvstore.node.steps import in_turns
 from kvstore.node.tier import Bounds, Tier
 from kvstore.rpc import wire
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
@@ -34,7 +35,6 @@ RECORDS_A_MESSAGE: Final = 500
 """Chunks in one answer of ListChunks: making it takes about 2 ms."""
 ANSWER_S: Final = 0.05
 """Kept of a call's time for its answer, when it waits for a disk."""
-T = TypeVar("T")
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -66,7 +66,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ListNamespacesRequest, _: Any
     ) -> admin_pb2.ListNamespacesResponse:
         """Figures by namespace."""
-        contents = await _in_steps(self._operations.namespaces())
+        contents = await in_turns(self._operations.namespaces())
         tiers = self._core.pool.tiers
         return admin_pb2.ListNamespacesResponse(namespaces=[_figures(one, tiers) for one in contents])
 
@@ -102,7 +102,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Pin(self, request: admin_pb2.PinRequest, context: Any) -> admin_pb2.PinResponse:
         """Keeps a prefix, in DRAM. Answers when the pin is on the disk, so that it outlives the node."""
         namespace_id, key = wire.check_key("namespace_id", request.namespace_id), wire.check_key("key", request.key)
-        pinned = await _in_steps(self._operations.pin(request.name, namespace_id, key, request.lifetime_ms / 1000))
+        pinned = await in_turns(self._operations.pin(request.name, namespace_id, key, request.lifetime_ms / 1000))
         await self._save_pins()
         line = self._operations.prefix(self._operations.space(namespace_id), key)
         await self._promote(line[: pinned.chunks], context)
@@ -143,7 +143,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if request.key:
             asked = self._operations.prefix(space, wire.check_key("key", request.key))
         else:
-            asked = await _in_steps(self._operations.warmest(space, self._core.pool.allocator.arena_bytes))
+            asked = await in_turns(self._operations.warmest(space, self._core.pool.allocator.arena_bytes))
         promoted = await self._promote(asked, context)
         in_dram = sum(chunk.ssd.keys() <= chunk.copies.keys() for chunk in asked)
         return admin_pb2.WarmResponse(dram_chunks=in_dram, asked_chunks=len(asked), promoted_chunks=promoted)
@@ -164,7 +164,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Removes all of a namespace."""
         namespace_id = wire.check_key("namespace_id", request.namespace_id)
         had_pins = any(pin.namespace_id == namespace_id for pin, _ in self._operations.pins())
-        removed = await _in_steps(self._operations.remove_namespace(namespace_id))
+        removed = await in_turns(self._operations.remove_namespace(namespace_id))
         if self._promoter is not None:
             await self._promoter.forget_removed()
         if had_pins:
@@ -205,7 +205,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         text = f"the bytes of chunk {shard.key.hex()}, {shard.rectangle}, differ from their checksums"
         self._core.pool.counts["dram_checksum_failures"] += 1
         if repair:
-            removed = await _in_steps(self._operations.remove([shard.key], "broken"))
+            removed = await in_turns(self._operations.remove([shard.key], "broken"))
             text += f"; {removed} chunks removed (it and all below it)"
         return admin_pb2.Finding(kind="dram_checksum", text=text, key=shard.key, repaired=repair)
 
@@ -260,17 +260,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 "start it with `kvstore node` or `kvstore up`"
             )
         return self._mover
-
-
-async def _in_steps(steps: Steps[T]) -> T:
-    """Run a verb; others get their turn after each step."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        await asyncio.sleep(0)
 
 
 def _figures(contents: NamespaceContents, tiers: Sequence[Tier]) -> admin_pb2.NamespaceFigures:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,11 @@ from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.core import NodeCore
 from kvstore.node.holds import PIN_LIFETIME_LIMIT_S, NamedPin
 from kvstore.node.operators.pins import KeptPin
+from kvstore.node.steps import Steps, finish
 
 STEP_CHUNKS: Final = 1000
 """Chunks that are looked at in one turn of the loop."""
 PIN_NAME_LIMIT_BYTES: Final = 128
-
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""A verb in steps; the value comes with the end."""
 
 
 class Promoter(Protocol):
@@ -338,13 +335,3 @@ class Operations:
 def bytes_of(chunk: Chunk) -> int:
     """Bytes of a chunk's slots in DRAM, or of those that it would take there."""
     return sum(copy.size_bytes for copy in chunk.shards.values())
-
-
-def finish(steps: Steps[T]) -> T:
-    """Run a verb in one go."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value

@@ -16,8 +16,9 @@ from kvstore.node import holds
 from kvstore.node.chunks import Chunk
 from kvstore.node.core import Session
 from kvstore.node.operators import operations
-from kvstore.node.operators.operations import Operations, Steps, finish
+from kvstore.node.operators.operations import Operations
 from kvstore.node.operators.pins import KeptPin
+from kvstore.node.steps import Steps, finish
 
 SPACE, OTHER = namespace(), namespace(revision="r2")
 

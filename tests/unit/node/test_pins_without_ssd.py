@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import StorageFailed
-from kvstore.node.operators.operations import finish
+from kvstore.node.steps import finish
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.tiered_node import TieredNode
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore.model.values import NodeInfo
 from kvstore.transport import SLOT_UNIT_BYTES, ReadDescriptor, ReadStatus
 from kvstore.transport.staging import Staging
 from kvstore.transport.tcp import TcpConnection, TcpTransport
@@ -81,7 +82,7 @@ def measure(served: str, bare: str, arena: np.ndarray, offsets: list[int], optio
     blocks = [staging.acquire(total_bytes, 0.0) for _ in range(2)]
     assert blocks[0] is not None and blocks[1] is not None
     read_into, bare_into = blocks[0].view, blocks[1].view
-    connection = TcpTransport().connect(served, EPOCH, DEADLINE_S)
+    connection = TcpTransport().connect(NodeInfo("owner", EPOCH, "", "", served), DEADLINE_S)
     bare_socket = socket.create_connection(("127.0.0.1", int(bare)))
     bare_socket.settimeout(None)
     descriptors = [

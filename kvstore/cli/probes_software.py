@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from kvstore.cli.probes import Probe, Probed, State, Subject
 from kvstore.errors import KvStoreError
+from kvstore.model.values import NodeInfo
 from kvstore.setting_types import split_address
 
 _PACKAGES = ("grpcio", "protobuf", "numpy", "xxhash")
@@ -132,7 +133,7 @@ def _metrics_or_tcp(address: str) -> str:
             if b"kvstore_" in answer.read():
                 return "a kvstore metrics page"
     try:
-        TcpTransport().connect(address, 0, _ANSWER_S).close()
+        TcpTransport().connect(NodeInfo("", 0, "", "", address), _ANSWER_S).close()
     except StaleReference:  # it knows its epoch, which is never 0
         return "the tcp transport of a kvstore node"
     except KvStoreError:
@@ -182,7 +183,7 @@ def tcp_transport(_: Subject) -> Iterator[Probed]:
         os.pwrite(descriptor, payload, 0)
         staging = np.zeros(len(payload), dtype=np.uint8)
         with TcpServer(descriptor, len(payload), lambda slots: [2] * len(slots), 1, "127.0.0.1", 0) as server:
-            connection = TcpTransport().connect(server.address, 1, 5.0)
+            connection = TcpTransport().connect(NodeInfo("", 1, "", "", server.address), 5.0)
             with contextlib.closing(connection):
                 result = connection.read([ReadDescriptor(0, 0, len(payload), 0)], staging, 5.0)
         if result.status is not ReadStatus.DONE or staging.tobytes() != payload:

@@ -105,7 +105,7 @@ class Peer:
             if kept.is_open:
                 return kept, True
             kept.close()  # the owner has ended it meanwhile
-        return self._transport.connect(self.info.data_address, self.info.epoch, deadline_s), False
+        return self._transport.connect(self.info, deadline_s), False
 
     def give_back(self, connection: Connection, *, healthy: bool) -> None:
         """Keep a healthy connection for the next read, close any other."""

@@ -9,12 +9,14 @@ nothing of keys: the caller resolves keys to slots first (`NodeService.Acquire`)
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstore.model.values import NodeInfo
 
 SLOT_UNIT_BYTES = 4096
 """Slots are named by their offset in the arena in units of this size."""
@@ -46,12 +48,15 @@ class ReadDescriptor:
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """`generations[i]` is the generation word of descriptor i's slot, read by the owner only after this side
-    had reported the last payload byte; empty unless `status` is DONE."""
+    had reported the last payload byte; empty unless `status` is DONE. `ended` None: no byte of this read can reach the
+    staging any more; else not before it answers True (law 6).
+    """
 
     status: ReadStatus
     generations: tuple[int, ...] = ()
     payload_bytes: int = 0
     detail: str = ""
+    ended: Callable[[], bool] | None = None
 
 
 class Connection(Protocol):
@@ -70,8 +75,8 @@ class Connection(Protocol):
     ) -> ReadResult:
         """Read all descriptors, then the generation words. `deadline_s` is a duration from now.
 
-        Whatever the status, when this returns no byte of the read can reach `staging` any more. After any status
-        but DONE the connection is closed and must be made anew.
+        When this returns no byte of the read can reach `staging` any more, unless the result has `ended`. After any
+        status but DONE the connection is closed and must be made anew.
         """
 
     def cancel(self) -> None:
@@ -87,10 +92,19 @@ class Connection(Protocol):
 class Transport(Protocol):
     """Makes connections. `name` is what `--transport` and statistics call it."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """`tcp` or `nixl`."""
 
-    def connect(self, address: str, epoch: int, deadline_s: float) -> Connection:
-        """Connect to a node's data address and check that its epoch is `epoch`.
+    @property
+    def path(self) -> str:
+        """The way that bytes go, for logs, metrics and `kvstore doctor`."""
 
-        Raises Unreachable, StaleReference (another epoch) or DeadlineExceeded.
+    def connect(self, node: NodeInfo, deadline_s: float) -> Connection:
+        """Connect to a node at its addresses and check that its epoch is the one named.
+
+        Raises Unreachable, StaleReference (another epoch), Unauthorized or DeadlineExceeded.
         """
+
+    def close(self) -> None:
+        """Give back what it holds for all its connections, which are closed already. Idempotent."""

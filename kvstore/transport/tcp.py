@@ -49,7 +49,9 @@ from kvstore.errors import (
     Unauthorized,
     Unreachable,
 )
+from kvstore.model.values import NodeInfo
 from kvstore.transport import ReadDescriptor, ReadResult, ReadStatus
+from kvstore.transport.read_table import ReadTable
 
 MAGIC: Final = b"KVSTREAM"
 VERSION: Final = 1
@@ -58,7 +60,6 @@ HELLO_BODY: Final = struct.Struct("<QQ")
 REQUEST: Final = struct.Struct("<II")
 ANSWER: Final = struct.Struct("<IIQ")
 RANGE_DTYPE: Final = np.dtype("<u8")
-SLOT_DTYPE: Final = np.dtype("<u4")
 WORD_DTYPE: Final = np.dtype("<u8")
 
 COUNT_LIMIT: Final = 1 << 16
@@ -124,6 +125,7 @@ class TcpTransport:
     """Connects to owners. `credential` (at most 4096 bytes) is shown to each of them."""
 
     name = "tcp"
+    path = "tcp"
 
     def __init__(self, credential: bytes = b"") -> None:
         if len(credential) > CREDENTIAL_LIMIT_BYTES:
@@ -131,12 +133,13 @@ class TcpTransport:
         self._credential = credential
         self._before_payload: Callable[[], None] | None = None
 
-    def connect(self, address: str, epoch: int, deadline_s: float) -> TcpConnection:
-        """Connect to `host:port` and check that the node's epoch is `epoch`.
+    def connect(self, node: NodeInfo, deadline_s: float) -> TcpConnection:
+        """Connect to the node's data address (`host:port`) and check that its epoch is the one named.
 
         Raises Unreachable (nobody there, too many connections, another protocol or version), StaleReference
         (another epoch), Unauthorized, DeadlineExceeded, InvalidRequest (not an address).
         """
+        address, epoch = node.data_address, node.epoch
         if not 0 <= epoch < 1 << 64:
             raise InvalidRequest(f"an epoch is a u64, not {epoch}")
         deadline = time.monotonic() + deadline_s
@@ -162,6 +165,9 @@ class TcpTransport:
         finally:
             if stream is not None:
                 stream.close()
+
+    def close(self) -> None:
+        """Nothing is held: each connection has a socket of its own."""
 
     def hold_for_tests(self, before_payload: Callable[[], None] | None) -> None:
         """Connections made from now on call this between a read's request and the first payload byte they take."""
@@ -193,13 +199,24 @@ class TcpConnection:
         self._check_process()
         deadline = time.monotonic() + deadline_s
         plan = _Plan.of(descriptors, staging)
+        return self._closing_on_failure(lambda: self._exchange(plan, deadline), plan.table)
+
+    def fence(self, table: ReadTable, deadline: float) -> ReadResult:
+        """The generation words alone, read by the owner now, for a payload that came on another path.
+
+        `deadline` in `time.monotonic` seconds.
+        """
+        self._check_process()
+        return self._closing_on_failure(lambda: self._words(table.slots, deadline), table)
+
+    def _closing_on_failure(self, exchange: Callable[[], npt.NDArray[np.uint64]], table: ReadTable) -> ReadResult:
         status, detail = ReadStatus.UNREACHABLE, "the read was interrupted"
         try:
-            words = self._exchange(plan, deadline)
+            words = exchange()
             status = ReadStatus.DONE
-            return ReadResult(status, tuple(words[plan.word_indices].tolist()), plan.payload_bytes)
+            return ReadResult(status, tuple(words[table.word_indices].tolist()), table.payload_bytes)
         except _DeadlinePassed:
-            status, detail = ReadStatus.DEADLINE, f"not done after {deadline_s:g} s"
+            status, detail = ReadStatus.DEADLINE, "the owner did not deliver in time"
         except Refusal as exc:
             status, detail = ReadStatus.REFUSED, exc.detail
         except OSError as exc:
@@ -225,16 +242,19 @@ class TcpConnection:
         return self._stream.is_open
 
     def _exchange(self, plan: _Plan, deadline: float) -> npt.NDArray[np.uint64]:
-        words = np.zeros(len(plan.slots), dtype=WORD_DTYPE)
-        if not len(words):
-            return words
+        if not len(plan.table.slots):
+            return np.zeros(0, dtype=WORD_DTYPE)
         stream = self._stream
         stream.send(REQUEST.pack(RequestKind.READ, len(plan.ranges)) + plan.ranges.tobytes(), deadline)
         if self._before_payload is not None:
             self._before_payload()
-        stream.expect(plan.payload_bytes, deadline)
+        stream.expect(plan.table.payload_bytes, deadline)
         stream.receive(plan.buffers, deadline)
-        stream.send(REQUEST.pack(RequestKind.FENCE, len(plan.slots)) + plan.slots.tobytes(), deadline)
+        return self._words(plan.table.slots, deadline)
+
+    def _words(self, slots: npt.NDArray[np.uint32], deadline: float) -> npt.NDArray[np.uint64]:
+        words, stream = np.zeros(len(slots), dtype=WORD_DTYPE), self._stream
+        stream.send(REQUEST.pack(RequestKind.FENCE, len(slots)) + slots.tobytes(), deadline)
         stream.expect(words.nbytes, deadline)
         stream.receive([words.view(np.uint8).data], deadline)
         return words
@@ -249,34 +269,19 @@ class _Plan:
     """What a read sends and where its bytes go.
 
     The payload is one run of bytes, so neighbours in the arena become one range and neighbours in staging one
-    buffer, each independently of the other. Every slot is asked for once; `word_indices[i]` is the place of
-    descriptor i's word.
+    buffer, each independently of the other.
     """
 
     ranges: npt.NDArray[np.uint64]
     buffers: list[memoryview]
-    slots: npt.NDArray[np.uint32]
-    word_indices: npt.NDArray[np.intp]
-    payload_bytes: int
+    table: ReadTable
 
     @classmethod
     def of(cls, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8]) -> _Plan:
-        if staging.dtype != np.uint8 or staging.ndim != 1 or not staging.flags.carray:
-            raise InvalidRequest("staging must be a writable, contiguous, one-dimensional uint8 array")
-        rows = [(d.slot, d.offset, d.length, d.staging_offset) for d in descriptors]
-        try:
-            table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-        except OverflowError as exc:
-            raise InvalidRequest("a descriptor holds a number above 2**63") from exc
-        slot, offset, length, place = table.T
-        inside = (place >= 0) & (length > 0) & (place <= len(staging) - length)
-        if not (inside & (offset >= 0) & (slot >= 0) & (slot < 1 << 32)).all():
-            raise InvalidRequest(f"a descriptor is empty, negative or not inside staging of {len(staging)} bytes")
-        slots, word_indices = np.unique(slot.astype(SLOT_DTYPE), return_inverse=True)
-        view = staging.data
-        buffers = [view[start : start + size] for start, size in _runs(place, length).tolist()]
-        ranges = _runs(offset, length).astype(RANGE_DTYPE)
-        return cls(ranges, buffers, slots, word_indices.reshape(-1), int(length.sum()))
+        table, view = ReadTable.of(descriptors, staging), staging.data
+        buffers = [view[start : start + size] for start, size in _runs(table.places, table.lengths).tolist()]
+        ranges = _runs(table.offsets, table.lengths).astype(RANGE_DTYPE)
+        return cls(ranges, buffers, table)
 
 
 def _runs(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

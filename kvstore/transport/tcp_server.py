@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvstore.errors import ConfigurationError, InvalidRequest
 from kvstore.tally import Tally
 from kvstore.transport import SLOT_UNIT_BYTES
+from kvstore.transport.read_table import SLOT_DTYPE
 from kvstore.transport.tcp import (
     ANSWER,
     BUFFERS_LIMIT,
@@ -42,7 +43,6 @@ from kvstore.transport.tcp import (
     RANGE_DTYPE,
     REQUEST,
     RESET_ON_CLOSE,
-    SLOT_DTYPE,
     VERSION,
     WORD_DTYPE,
     AnswerStatus,

@@ -140,7 +140,7 @@ def test_a17_the_test_above_can_fail(node: NodeThread, writer: Cache, monkeypatc
 
 def pulled(node: NodeThread, slots: Sequence[int], generations: Sequence[int]) -> tuple[ReadStatus, list[bool], Any]:
     """Read these slots over tcp, as a reader does that keeps references: (status, fence held, payloads)."""
-    connection: TcpConnection = TcpTransport().connect(node.info.data_address, node.info.epoch, 5.0)
+    connection: TcpConnection = TcpTransport().connect(node.info, 5.0)
     staging = np.full((len(slots), LAYOUT.chunk_bytes), POISON, dtype=np.uint8)
     descriptors = [
         ReadDescriptor(slot, slot * 4096, LAYOUT.chunk_bytes, i * LAYOUT.chunk_bytes) for i, slot in enumerate(slots)

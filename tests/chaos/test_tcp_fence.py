@@ -11,7 +11,7 @@ import pytest
 from kvstore.transport import SLOT_UNIT_BYTES, ReadDescriptor, ReadResult, ReadStatus
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import SENDFILE_FROM_BYTES
-from tests.contract.transport_suite import EPOCH, descriptor, poisoned
+from tests.contract.transport_suite import EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 SLOT = 16
@@ -51,7 +51,7 @@ def read_while_the_slot_is_reused(
     owner.after_payload(reuse)
     transport = TcpTransport()
     transport.hold_for_tests(wait)
-    connection = transport.connect(owner.address, EPOCH, 5.0)
+    connection = transport.connect(at(owner.address, EPOCH), 5.0)
     staging = poisoned(length)
     result = connection.read([descriptor(SLOT * SLOT_UNIT_BYTES, length, 0)], staging, 10.0)
     connection.close()
@@ -98,7 +98,7 @@ def test_raced_reads_never_pass_a_wrong_byte(owner: LocalOwner) -> None:
         reuse(slot, 2)
     writer = threading.Thread(target=write)
     writer.start()
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     staging = poisoned(len(slots) * length)
     descriptors = [ReadDescriptor(slot, slot * SLOT_UNIT_BYTES, length, i * length) for i, slot in enumerate(slots)]
     passed = fenced = wrong = 0

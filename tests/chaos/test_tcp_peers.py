@@ -14,7 +14,7 @@ from kvstore.errors import StaleReference, Unreachable
 from kvstore.transport import ReadStatus
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import TcpServer
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, descriptor, poisoned
+from tests.contract.transport_suite import ARENA_BYTES, EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import ProcessOwner
 
 
@@ -34,7 +34,7 @@ def start() -> Iterator[Callable[..., ProcessOwner]]:
 
 
 def assert_serves(owner: ProcessOwner, epoch: int = EPOCH) -> None:
-    connection = TcpTransport().connect(owner.address, epoch, 5.0)
+    connection = TcpTransport().connect(at(owner.address, epoch), 5.0)
     staging = poisoned(1 << 20)
     result = connection.read([descriptor(4096, 1 << 20, 0)], staging, 5.0)
     connection.close()
@@ -47,7 +47,7 @@ def test_a16_late_bytes_of_a_stopped_owner_reach_nobody(start: Callable[..., Pro
     owner = start()
     transport = TcpTransport()
     transport.hold_for_tests(owner.pause)  # ARENA_BYTES do not fit into socket buffers: it stops inside sendfile
-    connection = transport.connect(owner.address, EPOCH, 5.0)
+    connection = transport.connect(at(owner.address, EPOCH), 5.0)
     staging = poisoned(ARENA_BYTES)
     started = time.monotonic()
     result = connection.read([descriptor(0, ARENA_BYTES, 0)], staging, 0.3)
@@ -68,13 +68,13 @@ def test_b01_an_owner_killed_inside_a_payload_ends_the_read_at_once(start: Calla
 
     transport = TcpTransport()
     transport.hold_for_tests(kill)
-    connection = transport.connect(owner.address, EPOCH, 5.0)
+    connection = transport.connect(at(owner.address, EPOCH), 5.0)
     started = time.monotonic()
     result = connection.read([descriptor(0, ARENA_BYTES, 0)], poisoned(ARENA_BYTES), 20.0)
     assert (result.status, result.generations) == (ReadStatus.UNREACHABLE, ())
     assert time.monotonic() - started < 10.0
     with pytest.raises(Unreachable):
-        transport.connect(owner.address, EPOCH, 5.0)
+        transport.connect(at(owner.address, EPOCH), 5.0)
 
 
 @pytest.mark.slow
@@ -83,14 +83,14 @@ def test_b02_an_owner_that_comes_back_on_its_port_is_another_one(start: Callable
     owner, epoch = start(), EPOCH
     port = int(owner.address.rsplit(":", 1)[1])
     for _ in range(4):
-        old = TcpTransport().connect(owner.address, epoch, 5.0)
+        old = TcpTransport().connect(at(owner.address, epoch), 5.0)
         owner.kill()
         owner.process.wait(10)
         epoch += 1
         owner = start(epoch, port)
         assert old.read([descriptor(0, 4096, 0)], poisoned(4096), 5.0).status is ReadStatus.UNREACHABLE
         with pytest.raises(StaleReference):
-            TcpTransport().connect(owner.address, epoch - 1, 5.0)
+            TcpTransport().connect(at(owner.address, epoch - 1), 5.0)
         failures: list[BaseException] = []
 
         def connect(owner: ProcessOwner = owner, epoch: int = epoch, into: list[BaseException] = failures) -> None:
@@ -128,7 +128,7 @@ def test_b11_sixteen_owners_started_together_have_sixteen_ports() -> None:
         ports = {server.address.rsplit(":", 1)[1] for server in servers.values()}
         assert len(ports) == 16 and str(taken.getsockname()[1]) not in ports
     for mark, server in servers.items():
-        connection = TcpTransport().connect(server.address, EPOCH, 5.0)
+        connection = TcpTransport().connect(at(server.address, EPOCH), 5.0)
         staging = poisoned(4096)
         assert connection.read([descriptor(0, 4096, 0)], staging, 5.0).generations == (mark,)
         assert (staging == mark).all()

@@ -29,10 +29,25 @@ class OwnerMemory:
         self.words_fd = os.memfd_create("test-words")
         os.ftruncate(self.arena_fd, arena_bytes)
         os.ftruncate(self.words_fd, 8 * (arena_bytes // SLOT_UNIT_BYTES))
-        self.arena = np.frombuffer(mmap.mmap(self.arena_fd, arena_bytes), dtype=np.uint8)
-        self.words = np.frombuffer(mmap.mmap(self.words_fd, 0), dtype=np.uint64)
-        self.arena[:] = np.random.default_rng(99).integers(0, 256, arena_bytes, dtype=np.uint8)
+        self._map()
+        self.fill()
+
+    def fill(self) -> None:
+        """Bytes and words as they are at the start."""
+        self.arena[:] = np.random.default_rng(99).integers(0, 256, len(self.arena), dtype=np.uint8)
         self.words[:] = np.arange(len(self.words), dtype=np.uint64) * 2 + (EPOCH << 40)
+
+    @classmethod
+    def of(cls, arena_fd: int, words_fd: int) -> OwnerMemory:
+        """What another process has made."""
+        memory = cls.__new__(cls)
+        memory.arena_fd, memory.words_fd = arena_fd, words_fd
+        memory._map()
+        return memory
+
+    def _map(self) -> None:
+        self.arena = np.frombuffer(mmap.mmap(self.arena_fd, 0), dtype=np.uint8)
+        self.words = np.frombuffer(mmap.mmap(self.words_fd, 0), dtype=np.uint64)
 
     def close(self) -> None:
         os.close(self.arena_fd)
@@ -55,6 +70,7 @@ class LocalOwner(OwnerMemory):
             self.arena_fd, ARENA_BYTES, lambda slots: self.words_of(list(slots)), epoch, host, 0, authorize, limits
         )
         self.address = self.server.address
+        self.control_address = ""
 
     def after_payload(self, callback: Callable[[], None]) -> None:
         self.server.hold_for_tests(callback)
@@ -69,22 +85,26 @@ class LocalOwner(OwnerMemory):
 
 
 class ProcessOwner(OwnerMemory):
-    """A server in another process over memory that is mapped here too."""
+    """A server in another process over memory that is mapped here too. `script`: what that process runs."""
+
+    script = __file__
 
     def __init__(self, epoch: int = EPOCH, port: int = 0) -> None:
         super().__init__()
         fds = (self.arena_fd, self.words_fd)
         root = Path(__file__).resolve().parents[3]
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, (*fds, epoch, port))],
+            [sys.executable, self.script, *map(str, (*fds, epoch, port))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=fds,
             text=True,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(root)},
         )
         assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
+        self.address, *others = self.process.stdout.readline().split()
+        self.control_address = others[0] if others else ""
 
     def after_payload(self, callback: Callable[[], None]) -> None:
         raise NotImplementedError("only an owner in this process can call back")

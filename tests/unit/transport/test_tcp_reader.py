@@ -17,7 +17,7 @@ import pytest
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, Unreachable
 from kvstore.transport import ReadDescriptor, ReadStatus
 from kvstore.transport.tcp import TcpTransport
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, POISON, descriptor, poisoned
+from tests.contract.transport_suite import ARENA_BYTES, EPOCH, POISON, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 HELLO_BYTES = 20
@@ -92,13 +92,13 @@ def test_something_else_listens_there(impostor: Callable[..., str], answer: byte
         raw.shutdown(socket.SHUT_WR)
 
     with pytest.raises(Unreachable):
-        TcpTransport().connect(impostor(behave), EPOCH, 5.0)
+        TcpTransport().connect(at(impostor(behave), EPOCH), 5.0)
 
 
 def test_an_owner_that_says_nothing(impostor: Callable[..., str]) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        TcpTransport().connect(impostor(lambda raw: None), EPOCH, 0.1)
+        TcpTransport().connect(at(impostor(lambda raw: None), EPOCH), 0.1)
     assert time.monotonic() - started < 2.0
 
 
@@ -117,7 +117,7 @@ def test_an_owner_that_says_nothing(impostor: Callable[..., str]) -> None:
     ],
 )
 def test_answers_that_stop_short_or_lie(impostor: Callable[..., str], answer: bytes, status: ReadStatus) -> None:
-    connection = TcpTransport().connect(impostor(after_hello(answer)), EPOCH, 5.0)
+    connection = TcpTransport().connect(at(impostor(after_hello(answer)), EPOCH), 5.0)
     staging = poisoned(300)
     result = connection.read([descriptor(0, 100, 100)], staging, 5.0)
     assert (result.status, result.generations, result.payload_bytes) == (status, (), 0)
@@ -139,7 +139,7 @@ def test_a_trickle_does_not_stretch_the_deadline(impostor: Callable[..., str]) -
         while not done.wait(0.01):
             raw.sendall(b"x")
 
-    connection = TcpTransport().connect(impostor(behave), EPOCH, 5.0)
+    connection = TcpTransport().connect(at(impostor(behave), EPOCH), 5.0)
     started = time.monotonic()
     result = connection.read([descriptor(0, 1 << 20, 0)], poisoned(1 << 20), 0.3)
     took_s = time.monotonic() - started
@@ -160,7 +160,7 @@ def test_an_owner_that_takes_no_request(impostor: Callable[..., str], receives: 
         over.wait(10)
 
     over = threading.Event()
-    connection = TcpTransport().connect(impostor(behave), EPOCH, 5.0)
+    connection = TcpTransport().connect(at(impostor(behave), EPOCH), 5.0)
     descriptors = [ReadDescriptor(0, 2 * index, 1, index) for index in range(1 << 16)]
     started = time.monotonic()
     result = connection.read(descriptors, poisoned(1 << 16), 0.3)
@@ -175,7 +175,7 @@ def test_an_owner_that_takes_no_request(impostor: Callable[..., str], receives: 
 
 def test_cancel_ends_a_waiting_read(owner: LocalOwner) -> None:
     release = threading.Event()
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
 
     def hold() -> None:
         connection.cancel()  # on the owner's thread, while the reader waits for the fence
@@ -192,7 +192,7 @@ def test_cancel_ends_a_waiting_read(owner: LocalOwner) -> None:
 
 
 def test_cancel_before_a_read(owner: LocalOwner) -> None:
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     connection.cancel()
     staging = poisoned(100)
     assert connection.read([descriptor(0, 100, 0)], staging, 5.0).status is ReadStatus.CANCELLED
@@ -208,7 +208,7 @@ def test_a_read_that_is_interrupted_leaves_nothing_behind() -> None:
         raise KeyboardInterrupt
 
     transport.hold_for_tests(interrupt)
-    connection = transport.connect(owner.address, EPOCH, 5.0)
+    connection = transport.connect(at(owner.address, EPOCH), 5.0)
     with pytest.raises(KeyboardInterrupt):
         connection.read([descriptor(0, 1 << 20, 0)], poisoned(1 << 20), 5.0)
     assert not connection.is_open
@@ -230,7 +230,7 @@ def test_a_read_that_is_interrupted_leaves_nothing_behind() -> None:
     ],
 )
 def test_numbers_that_do_not_fit(owner: LocalOwner, bad: ReadDescriptor) -> None:
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     with pytest.raises(InvalidRequest):
         connection.read([bad], poisoned(10), 1.0)
     assert connection.is_open
@@ -238,7 +238,7 @@ def test_numbers_that_do_not_fit(owner: LocalOwner, bad: ReadDescriptor) -> None
 
 
 def test_staging_of_another_shape(owner: LocalOwner) -> None:
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     read_only = poisoned(10)
     read_only.flags.writeable = False
     for staging in (poisoned(20)[::2], poisoned(20).reshape(2, 10), read_only, poisoned(16).view(np.uint64)):
@@ -256,13 +256,13 @@ def test_a_credential_has_a_limit() -> None:
 @pytest.mark.parametrize("epoch", [-1, 1 << 64])
 def test_an_epoch_is_a_u64(owner: LocalOwner, epoch: int) -> None:
     with pytest.raises(InvalidRequest):
-        TcpTransport().connect(owner.address, epoch, 1.0)
+        TcpTransport().connect(at(owner.address, epoch), 1.0)
 
 
 @pytest.mark.parametrize("host", ["a..b", "[::1", "\udcff"])
 def test_hosts_that_are_none(host: str) -> None:
     with pytest.raises(Unreachable):
-        TcpTransport().connect(f"{host}:9", EPOCH, 5.0)
+        TcpTransport().connect(at(f"{host}:9", EPOCH), 5.0)
 
 
 # -- processes ------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_a_forked_child_cannot_read_and_does_not_end_the_parents_path(owner: Loc
         from kvstore.transport import ReadDescriptor
         from kvstore.transport.tcp import TcpTransport
 
-        connection = TcpTransport().connect({owner.address!r}, {EPOCH}, 5.0)
+        connection = TcpTransport().connect(NodeInfo("", {EPOCH}, "", "", {owner.address!r}), 5.0)
         staging = np.zeros(100, dtype=np.uint8)
         child = os.fork()
         if not child:

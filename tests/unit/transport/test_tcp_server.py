@@ -18,7 +18,7 @@ from kvstore.errors import ConfigurationError, InvalidRequest, Unauthorized, Unr
 from kvstore.transport import ReadStatus
 from kvstore.transport.tcp import COUNT_LIMIT, PAYLOAD_LIMIT_BYTES, AnswerStatus, TcpTransport
 from kvstore.transport.tcp_server import TcpServer, TcpServerLimits, _Peer
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, descriptor, poisoned
+from tests.contract.transport_suite import ARENA_BYTES, EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 Dial = Callable[[LocalOwner], socket.socket]
@@ -88,7 +88,7 @@ def refusal(raw: socket.socket) -> tuple[AnswerStatus, str]:
 
 
 def assert_serves(owner: LocalOwner) -> None:
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     staging = poisoned(4096)
     assert connection.read([descriptor(4096, 4096, 0)], staging, 5.0).status is ReadStatus.DONE
     assert (staging == owner.arena[4096:8192]).all()
@@ -225,12 +225,12 @@ def test_peers_that_leave_in_the_middle(owner: LocalOwner, dial: Dial, leave_aft
 
 def test_authorize(start: Callable[..., LocalOwner]) -> None:
     owner = start(authorize=lambda credential: credential == b"right")
-    TcpTransport(b"right").connect(owner.address, EPOCH, 5.0).close()
+    TcpTransport(b"right").connect(at(owner.address, EPOCH), 5.0).close()
     for wrong in (b"", b"wrong", b"right\0", bytes(4096)):
         with pytest.raises(Unauthorized, match="credential"):
-            TcpTransport(wrong).connect(owner.address, EPOCH, 5.0)
+            TcpTransport(wrong).connect(at(owner.address, EPOCH), 5.0)
     with pytest.raises(Unauthorized):  # the epoch is not told to strangers
-        TcpTransport().connect(owner.address, EPOCH + 1, 5.0)
+        TcpTransport().connect(at(owner.address, EPOCH + 1), 5.0)
 
 
 def test_one_connection_too_many(start: Callable[..., LocalOwner], dial: Dial) -> None:
@@ -244,7 +244,7 @@ def test_one_connection_too_many(start: Callable[..., LocalOwner], dial: Dial) -
     receive(unfenced, 16 + 4)
     for _ in range(3):
         with pytest.raises(Unreachable, match="connection"):
-            TcpTransport().connect(owner.address, EPOCH, 5.0)
+            TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     half.sendall(READ[1:])
     receive(half, 16 + 4)
     for raw in (half, unfenced):
@@ -279,7 +279,7 @@ def test_at_the_limit_the_one_idle_longest_makes_room(start: Callable[..., Local
         assert kept[leaver].recv(1) == b"", "an orderly end, not a reset"
         assert owner.server.connection_count == 3
     with pytest.raises(Unreachable, match="connection"):
-        TcpTransport().connect(owner.address, EPOCH, 5.0)
+        TcpTransport().connect(at(owner.address, EPOCH), 5.0)
 
 
 def test_idle_hosts_do_not_starve_another(start: Callable[..., LocalOwner], dial: Dial) -> None:
@@ -324,7 +324,7 @@ def test_the_last_answer_arrives_before_the_end(start: Callable[..., LocalOwner]
 
 def test_a_dropped_reader_sees_it_before_its_next_read(start: Callable[..., LocalOwner], dial: Dial) -> None:
     owner = start(limits=TcpServerLimits(connections=1))
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     assert connection.read([descriptor(0, 4096, 0)], poisoned(4096), 5.0).status is ReadStatus.DONE
     assert connection.is_open
     until(lambda: all(peer.idle_since is not None for peer in owner.server._peers))
@@ -394,7 +394,7 @@ def test_stop_says_when_a_thread_is_still_busy(owner: LocalOwner) -> None:
         leave.wait(10)
 
     owner.after_payload(hold)
-    connection = TcpTransport().connect(owner.address, EPOCH, 5.0)
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
     assert connection.read([descriptor(0, 1, 0)], poisoned(1), 0.2).status is ReadStatus.DEADLINE
     assert entered.wait(10)
     assert not owner.server.stop(0.05)
@@ -441,7 +441,7 @@ def test_an_arena_cut_short_behind_the_owners_back(length: int) -> None:
     with TcpServer(arena_fd, 1 << 22, lambda slots: slots, EPOCH) as server:
         os.ftruncate(arena_fd, 1 << 20)
         for offset, status in ((1 << 21, ReadStatus.UNREACHABLE), (0, ReadStatus.DONE)):
-            connection = TcpTransport().connect(server.address, EPOCH, 5.0)
+            connection = TcpTransport().connect(at(server.address, EPOCH), 5.0)
             assert connection.read([descriptor(offset, length, 0)], poisoned(length), 5.0).status is status
             connection.close()
     os.close(arena_fd)

@@ -38,11 +38,21 @@ Slices = tuple[slice, slice, slice, slice]
 
 @dataclass(frozen=True, slots=True, order=True)
 class ByteRange:
-    """`length_bytes` bytes at `source_offset` of a shard's payload go to `target_offset` of the wanted rectangle."""
+    """`length_bytes` bytes at `source_offset` of a stored shard go to `target_offset` of what is filled."""
 
     source_offset: int
     target_offset: int
     length_bytes: int
+
+    @property
+    def source_stop(self) -> int:
+        """First byte of the source behind the range."""
+        return self.source_offset + self.length_bytes
+
+    @property
+    def target_stop(self) -> int:
+        """First byte of the target behind the range."""
+        return self.target_offset + self.length_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +71,11 @@ class ShardPart:
     @property
     def stored_slices(self) -> Slices:
         """Index of the common part in the shard's payload, seen as `layout.shape(stored)`."""
-        return _slices(self.stored, self.common)
+        return slices_of(self.stored, self.common)
 
     def wanted_slices(self, wanted: Rectangle) -> Slices:
         """Index of the common part in the reader's array, seen as `layout.shape(wanted)`."""
-        return _slices(wanted, self.common)
+        return slices_of(wanted, self.common)
 
     @property
     def checksum_slices(self) -> tuple[slice, slice]:
@@ -84,6 +94,10 @@ class ShardPart:
             for head in range(heads.start, heads.stop)
         )
 
+    def byte_ranges(self, layout: PageLayout, target: Rectangle) -> tuple[ByteRange, ...]:
+        """What to copy of the shard's payload into that of `target`, ascending on both sides, joined where possible."""
+        return _byte_ranges(layout, self, target)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
@@ -98,7 +112,7 @@ class ReadPlan:
 
     def byte_ranges(self, part: ShardPart) -> tuple[ByteRange, ...]:
         """What to copy for one of `parts`, ascending in source and target, joined where both sides allow it."""
-        return _byte_ranges(self.layout, part, self.wanted)
+        return part.byte_ranges(self.layout, self.wanted)
 
 
 @lru_cache(maxsize=_PLANS_KEPT)
@@ -155,7 +169,8 @@ def _first_byte(layout: PageLayout, outer: Rectangle, inner: Rectangle) -> int:
     return (row * outer.heads + inner.head_start - outer.head_start) * layout.head_page_bytes
 
 
-def _slices(outer: Rectangle, inner: Rectangle) -> Slices:
+def slices_of(outer: Rectangle, inner: Rectangle) -> Slices:
+    """Index of `inner` in the bytes of `outer`, seen as `layout.shape(outer)`. LayoutMismatch unless it lies in it."""
     if not outer.contains(inner):
         raise LayoutMismatch(f"{inner} does not lie in {outer}")
     layers = slice(inner.layer_start - outer.layer_start, inner.layer_stop - outer.layer_start)

@@ -80,6 +80,26 @@ def test_blocks_that_lie_apart_in_one_allocation_of_all_layers():
     assert np.array_equal(slot, pool[4])
 
 
+def test_blocks_at_any_distance_and_heads_that_are_not_in_one_piece():
+    """A slice of a wider tensor, with blocks that are no multiple of a head page apart; heads inside tokens."""
+    wide = torch.full((BLOCKS, HEADS * 64 + 8), POISON, dtype=torch.uint8)
+    padded = wide[:, : HEADS * 64].unflatten(1, (HEADS, 64))
+    inside = torch.full((BLOCKS, 4, HEADS, 16), POISON, dtype=torch.uint8)
+    blocks, pool = random_blocks(), pool_bytes()
+    expected = np.full((BLOCKS, HEADS, 64), POISON, dtype=np.uint8)
+    for index, ids in enumerate(blocks):
+        expected[ids] = pool[index, 0]
+    for tensor in (padded, inside.transpose(1, 2)):
+        kv = PagedKv([tensor], PAGES, blocks)
+        for index in range(CHUNKS):
+            kv.scatter(index, pool[index, :1], 0, 0)
+            slot = np.full((1, PAGES, HEADS, 64), POISON ^ 0xFF, dtype=np.uint8)
+            kv.gather(index, slot, 0, 0)
+            assert np.array_equal(slot[0], pool[index, 0])
+        assert np.array_equal(raw(tensor), expected)
+    assert (wide[:, HEADS * 64 :] == POISON).all(), "what lies between the blocks belongs to somebody else"
+
+
 def test_one_latent_head_and_one_layer_at_a_time():
     tensor, pool = torch.zeros((BLOCKS, 1, 64), dtype=torch.uint8), pool_bytes(heads=1)
     kv = PagedKv([tensor] * LAYERS, PAGES, [[9, 2]])
@@ -123,8 +143,11 @@ def test_engine_side_mistakes_are_refused_at_the_start():
         [],
         [good, good[:8]],
         [torch.zeros((BLOCKS, HEADS))],
-        [good.transpose(1, 2)],
-        [torch.zeros((BLOCKS, HEADS * 64 + 8), dtype=torch.uint8)[:, : HEADS * 64].unflatten(1, (HEADS, 64))],
+        [good, good.transpose(1, 2).contiguous().transpose(1, 2)],
+        [good, good.to(torch.int8)],
+        [good[:1].expand(BLOCKS, HEADS, 64)],
+        [good.as_strided((BLOCKS, HEADS, 64), (HEADS * 60, 60, 1))],
+        [good[:0]],
     ):
         with pytest.raises(LayoutMismatch):
             PagedKv(tensors, PAGES, [[0, 1]])

@@ -86,11 +86,11 @@ def plan_fetch(layout: PageLayout, part: ShardPart, least_run_bytes: int = LEAST
 
 
 def _joined(runs: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
-    """Ascending runs, those that follow one another on both sides as one."""
+    """Ascending runs without a gap in the target: those that follow one another in the source too are one."""
     joined: list[ByteRange] = []
     for run in runs:
         last = joined[-1] if joined else None
-        if last is not None and (last.source_stop, last.target_stop) == (run.source_offset, run.target_offset):
+        if last is not None and last.source_stop == run.source_offset:
             joined[-1] = ByteRange(last.source_offset, last.target_offset, last.length_bytes + run.length_bytes)
         else:
             joined.append(run)

@@ -13,9 +13,10 @@ counted among the copies, never over all ranks: a rank of another pipeline stage
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
-from kvstore.errors import InvalidRequest, LayoutMismatch
+from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 
 
@@ -68,23 +69,21 @@ def share_of(layout: PageLayout, rank: Rank, *, split_copies: bool = False) -> S
 
     `split_copies`: ranks with copies of one head write a part of the layers each, instead of the first everything;
     it makes no difference where no head is copied. LayoutMismatch, with both numbers named, where heads or layers
-    cannot be cut evenly over the ranks, or fewer layers than copies should be split; LimitExceeded over 256 rectangles.
+    cannot be cut evenly over the ranks; LimitExceeded over 256 rectangles.
     """
-    held_by_ranks = Geometry.parallel(layout, tp=rank.tp, pp=rank.pp)
-    groups = len(held_by_ranks.rectangles) // rank.pp
+    by_ranks = Geometry.parallel(layout, tp=rank.tp, pp=rank.pp)
+    groups = len(by_ranks.rectangles) // rank.pp
     copies = rank.tp // groups
     group, copy = divmod(rank.tp_rank, copies)
-    number = rank.pp_rank * groups + group
-    held = held_by_ranks.rectangles[number]
-    if not split_copies:
-        return Share(rank, held_by_ranks, held, (number,) if copy == 0 else ())
-    if held.layers < copies:
-        raise LayoutMismatch(f"{held.layers} layers of a stage cannot be split over {copies} copies of a head")
-    pieces = sorted(piece for rectangle in held_by_ranks.rectangles for piece in _pieces(rectangle, copies))
-    return Share(rank, Geometry(tuple(pieces)), held, (pieces.index(_pieces(held, copies)[copy]),))
+    held = by_ranks.rectangles[rank.pp_rank * groups + group]
+    writers = min(copies, held.layers) if split_copies else 1
+    pieces = sorted(piece for rectangle in by_ranks.rectangles for piece in _pieces(rectangle, writers))
+    written = (pieces.index(_pieces(held, writers)[copy]),) if copy < writers else ()
+    return Share(rank, Geometry(tuple(pieces)), held, written)
 
 
 def _pieces(rectangle: Rectangle, count: int) -> list[Rectangle]:
     """The rectangle cut by layers, as evenly as whole layers allow."""
     edges = [rectangle.layer_start + rectangle.layers * i // count for i in range(count + 1)]
-    return [Rectangle(edges[i], edges[i + 1], rectangle.head_start, rectangle.head_stop) for i in range(count)]
+    heads = rectangle.head_start, rectangle.head_stop
+    return [Rectangle(first, last, *heads) for first, last in itertools.pairwise(edges)]

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from engine_forms import FORMS, POISON, make_engine, raw
 
 from engine_adapter.copy import PagedKv
 from engine_adapter.items import cut_items
@@ -15,8 +16,6 @@ from kvstore.errors import LayoutMismatch
 from kvstore.model.layout import Attention, Dtype, PageLayout, SideComponent
 
 LAYERS, HEADS, DIM, BLOCKS, CHUNKS = 3, 4, 4, 24, 3
-POISON = 0xA5
-FORMS = [*itertools.product(Order, Vectors)]
 
 
 def layout_of(interior="kv_per_token", page_tokens=16, pages_per_chunk=2, attention=Attention.GQA, side=()):
@@ -26,20 +25,8 @@ def layout_of(interior="kv_per_token", page_tokens=16, pages_per_chunk=2, attent
     )
 
 
-def engine(order, vectors, block_tokens=16, blocks=BLOCKS, dtype=torch.bfloat16):
-    """One tensor a layer, or a pair, filled with poison."""
-    inner = (HEADS, block_tokens) if order is Order.HND else (block_tokens, HEADS)
-    shape = {
-        Vectors.JOINED: (blocks, *inner, 2 * DIM),
-        Vectors.OUTERMOST: (2, blocks, *inner, DIM),
-        Vectors.IN_BLOCK: (blocks, 2, *inner, DIM),
-        Vectors.PAIR: (blocks, *inner, DIM),
-    }[vectors]
-
-    def poisoned():
-        return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), POISON, dtype=torch.uint8).view(dtype)
-
-    return [(poisoned(), poisoned()) if vectors is Vectors.PAIR else poisoned() for _ in range(LAYERS)]
+def engine(order, vectors, block_tokens=16):
+    return make_engine((order, vectors), LAYERS, BLOCKS, block_tokens, HEADS, DIM)
 
 
 def vector(layer, order, vectors, which, block, head, token):
@@ -68,11 +55,6 @@ def random_blocks(blocks_per_chunk):
 
 def pool_bytes(layout):
     return np.random.default_rng(7).integers(0, 256, (CHUNKS, *layout.shape(layout.whole)), dtype=np.uint8)
-
-
-def raw(layers):
-    flat = [tensor for layer in layers for tensor in (layer if isinstance(layer, tuple) else (layer,))]
-    return np.concatenate([tensor.contiguous().view(torch.uint8).numpy().ravel() for tensor in flat])
 
 
 @pytest.mark.parametrize("interior", ["kv_per_token", "k_then_v"])

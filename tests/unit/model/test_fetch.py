@@ -170,3 +170,29 @@ def test_parts_that_lie_elsewhere_are_refused() -> None:
 def test_plans_are_cached_values() -> None:
     part = part_of(Geometry.whole(LAYOUT), Rectangle(0, 1, 0, 8))
     assert plan_fetch(LAYOUT, part) is plan_fetch(LAYOUT, part)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "descriptors_of_ranks", "fetched_over_wanted"),
+    [
+        ((4, 1), (2, 1), [2, 2], 1),  # two whole shards a rank
+        ((8, 1), (1, 1), [8], 1),
+        ((2, 1), (8, 1), [1] * 8, 4),  # one head a row is short: the whole shard
+        ((1, 1), (2, 1), [9, 8], 1),  # four heads a row are long: a run a row, and the table
+        ((1, 2), (1, 1), [2], 1),
+        ((1, 1), (1, 2), [2, 1], 1),  # the later layers end where the table begins
+        ((2, 2), (4, 1), [10, 8, 10, 8], 1),  # two heads a row of two shards, and each table
+        ((4, 2), (4, 2), [1] * 8, 1),
+    ],
+)
+def test_descriptors_of_whole_reads(
+    writer: tuple[int, int], reader: tuple[int, int], descriptors_of_ranks: list[int], fetched_over_wanted: int
+) -> None:
+    geometry = Geometry.parallel(LAYOUT, tp=writer[0], pp=writer[1])
+    counts, fetched_bytes = [], 0
+    for wanted in Geometry.parallel(LAYOUT, tp=reader[0], pp=reader[1]).rectangles:
+        plans = [plan_fetch(LAYOUT, part) for part in plan_read(LAYOUT, geometry, wanted).parts]
+        counts.append(sum(len(plan.runs) for plan in plans))
+        fetched_bytes += sum(plan.table_offset for plan in plans)
+    assert counts == descriptors_of_ranks
+    assert fetched_bytes == fetched_over_wanted * LAYOUT.chunk_bytes

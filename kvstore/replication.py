@@ -23,7 +23,7 @@ import numpy as np
 from kvstore.client import Cache, Client, connect
 from kvstore.client.buffers import ChunkArray
 from kvstore.client.host import HostNode
-from kvstore.client.remote import RemoteRead, read_remote
+from kvstore.client.remote import Delivery, RemoteRead, read_remote
 from kvstore.draining import Drain
 from kvstore.errors import (
     CapacityExhausted,
@@ -317,17 +317,10 @@ class _Pull:
             peer = client.peer(self._source, max(0.001, self._read_end_s - time.monotonic()))
         except KvStoreError:
             return RemoteRead(0, MissReason.UNREACHABLE, 0)
-        return read_remote(
-            peer,
-            client.staging,
-            self._namespace,
-            keys,
-            cache.rectangle,
-            pages,
-            first,
-            self._read_end_s,
-            client.background(),
+        delivery = Delivery(
+            self._namespace, cache.rectangle, pages, client.staging, client.background(), self._read_end_s
         )
+        return read_remote(peer, delivery, keys, first)
 
     def _own_node(self) -> HostNode:
         host = self._client.host(self._left())

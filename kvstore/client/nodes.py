@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.client.counters import Counters
 from kvstore.client.host import HostNode, SocketHost
-from kvstore.client.remote import Peer
+from kvstore.client.peers import Peer
+from kvstore.client.transports import Transports
 from kvstore.errors import (
     DeadlineExceeded,
     ForkedProcess,
@@ -32,11 +34,12 @@ from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
 from kvstore.node.remote import ask_info
 from kvstore.transport.staging import Staging
-from kvstore.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 RETRY_EVERY_S = 0.5
 """A node or index that did not answer is not asked again for this long: a miss must stay cheap."""
+SICK_LIMIT_S = 8.0
+"""Longest time that a node whose data do not come is asked after all others."""
 
 
 class Nodes:
@@ -50,12 +53,23 @@ class Nodes:
         *,
         transport: str = "auto",
         staging_bytes: int = 64 << 20,
+        nixl_backend: str = "UCX",
+        nixl_devices: Sequence[str] = (),
+        peer_secret: bytes = b"",
         name: str = "",
         host: HostNode | None = None,
     ) -> None:
         self.counters = Counters()
         self.staging = Staging(staging_bytes)
         self.transport = transport
+        self._transports = Transports(
+            transport,
+            self.staging.memory,
+            self.counters,
+            nixl_backend=nixl_backend,
+            nixl_devices=nixl_devices,
+            secret=peer_secret,
+        )
         self._host_path = host_path
         self._host = host
         self._own = own if host is None else host.info
@@ -64,6 +78,8 @@ class Nodes:
         self._lock = threading.RLock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._bad_until: dict[str, float] = {}
+        self._sick: dict[str, tuple[float, float]] = {}
+        """By node: until when it is asked last, and how long that was."""
         self._addresses: dict[str, NodeInfo] = {}
         self._listing: tuple[float, list[NodeInfo]] | None = None
         self._on_session: list[Callable[[HostNode, float], None]] = []
@@ -72,7 +88,6 @@ class Nodes:
         self._prefetcher: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self.closed = False
-        self._tcp = TcpTransport()
 
     @property
     def node(self) -> NodeInfo | None:
@@ -137,8 +152,8 @@ class Nodes:
 
     @property
     def remote_path(self) -> str:
-        """Name of the transport to other nodes."""
-        return self._tcp.name
+        """The way that pages of other nodes come, as far as this side decides."""
+        return self._transports.path
 
     def nodes_with(self, keys: Keys, rectangle: Rectangle, deadline_s: float) -> list[NodeMatch]:
         """Other nodes that hold a prefix of these keys, the longest first. Empty if the index does not answer."""
@@ -154,6 +169,27 @@ class Nodes:
             self.counters.add("index_unreachable")
             return []
         return [match for match in found if not self._is_host(match.node)]
+
+    def spread(self, matches: Sequence[NodeMatch]) -> NodeMatch:
+        """One of the best: data paths that work before others, then the longest run, then chance."""
+        now = time.monotonic()
+
+        def rank(match: NodeMatch) -> tuple[bool, int]:
+            return self._sick.get(match.node.node_id, (0.0, 0.0))[0] <= now, match.run
+
+        best = max(map(rank, matches))
+        return random.choice([match for match in matches if rank(match) == best])
+
+    def note_data_path(self, info: NodeInfo, *, works: bool) -> None:
+        """A read from this node has ended. One that fails is asked after all others for a while, longer each time."""
+        if works:
+            self._sick.pop(info.node_id, None)
+            return
+        pause_s = min(SICK_LIMIT_S, 2 * self._sick.get(info.node_id, (0.0, RETRY_EVERY_S / 2))[1])
+        if len(self._sick) > 1024:
+            self._sick.clear()
+        self._sick[info.node_id] = time.monotonic() + pause_s, pause_s
+        self.counters.add("data_path_failures")
 
     def node_info(self, node_id: str, epoch: int, deadline_s: float) -> NodeInfo:
         """What the index knows of a node; raises NotFound or Unreachable."""
@@ -214,7 +250,7 @@ class Nodes:
         for other in older:
             self.drop_peer(*other)
         try:
-            fresh = Peer(info, self._tcp, self._name, deadline_s)
+            fresh = Peer(info, self._transports, self._name, deadline_s)
         except StaleReference:
             self._forget_addresses(info.node_id)
             if info == self._own:
@@ -314,6 +350,7 @@ class Nodes:
             host, self._host, self._host_path = self._host, None, None
         for peer in peers:
             peer.close()
+        self._transports.close()
         if host is not None:
             host.close()
         closing = getattr(self._index, "close", None)

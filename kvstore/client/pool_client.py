@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvstore.client.cache import Cache
 from kvstore.client.host import SocketHost, same_host
 from kvstore.client.nodes import Nodes
+from kvstore.client.transports import CHOICES
 from kvstore.errors import ConfigurationError
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.model.layout import Geometry
@@ -16,7 +17,8 @@ from kvstore.model.values import NodeInfo
 from kvstore.node.remote import ask_info
 from kvstore.setting_types import parse_size
 
-TRANSPORTS = ("auto", "shm", "tcp")
+_NETWORK = ("tcp", "nixl")
+"""Transports that use the network, also to this host's node."""
 
 
 def connect(
@@ -24,6 +26,9 @@ def connect(
     metadata: str | None = None,
     *,
     transport: str = "auto",
+    nixl_backend: str = "UCX",
+    nixl_devices: Sequence[str] = (),
+    peer_secret: bytes = b"",
     staging: str | int = "64MiB",
     name: str = "",
     host_id: str = "",
@@ -31,12 +36,15 @@ def connect(
 ) -> Client:
     """A client of the node at `node` (gRPC address or path of its Unix socket) and the index at `metadata`.
 
-    `transport`: auto = shared memory where the node is on this host, else tcp; shm and tcp force one. The node is on
-    this host if it hands its memory over and its host id is `host_id`; empty: the hand-over alone decides. Raises
-    Unreachable if the node does not answer, ConfigurationError for shm where memory cannot be shared.
+    `transport`: auto = shared memory where the node is on this host, else nixl where both hosts have RDMA devices, else
+    tcp; shm, tcp and nixl force one. The node is on this host if it hands its memory over and its host id is `host_id`;
+    empty: the hand-over alone decides. `nixl_backend`: UCX or LIBFABRIC, `nixl_devices`: the network devices to use,
+    all by default. `peer_secret`: what nodes ask of those who read their memory over the network, where it is set.
+    Raises Unreachable if the node does not answer, ConfigurationError for shm where memory cannot be shared and for
+    nixl where it is not installed.
     """
-    if transport not in TRANSPORTS:
-        raise ConfigurationError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
+    if transport not in CHOICES:
+        raise ConfigurationError(f"unknown transport {transport!r}; known: {', '.join(CHOICES)}")
     if node is None and metadata is None:
         raise ConfigurationError("give the address of a node, of the metadata service, or of both")
     size = staging if isinstance(staging, int) else parse_size(staging)
@@ -44,7 +52,18 @@ def connect(
     host, own = _meet(node, transport, host_id, name, deadline_s) if node else (None, None)
     path = host.path if host is not None else None
     index = RemoteIndex(metadata) if metadata else None
-    return Client(path, own, index, transport=transport, staging_bytes=size, name=name, host=host)
+    return Client(
+        path,
+        own,
+        index,
+        transport=transport,
+        nixl_backend=nixl_backend,
+        nixl_devices=nixl_devices,
+        peer_secret=peer_secret,
+        staging_bytes=size,
+        name=name,
+        host=host,
+    )
 
 
 def _meet(
@@ -52,15 +71,15 @@ def _meet(
 ) -> tuple[SocketHost | None, NodeInfo | None]:
     """(session with a node that is on this host, None where tcp is to be used; what is known of the node)."""
     if "/" in node:
-        if transport == "tcp":
-            raise ConfigurationError("transport tcp needs the node's gRPC address, not its socket")
+        if transport in _NETWORK:
+            raise ConfigurationError(f"transport {transport} needs the node's gRPC address, not its socket")
         host = SocketHost(node, name, deadline_s)
         if host_id in ("", host.info.host_id):
             return host, host.info
         host.close()
         raise ConfigurationError(f"{node} belongs to host {host.info.host_id}, not {host_id}; give its gRPC address")
     info = ask_info(node, deadline_s)
-    shared = same_host(info, host_id, name, deadline_s) if transport != "tcp" else None
+    shared = same_host(info, host_id, name, deadline_s) if transport not in _NETWORK else None
     if transport == "shm" and shared is None:
         raise ConfigurationError(
             f"{node} (host {info.host_id}, socket {info.socket_path}) shares no memory with this process; use tcp"

@@ -12,7 +12,7 @@ from collections import Counter
 from kvstore.client.host import HostNode
 from kvstore.client.local import read_local
 from kvstore.client.nodes import Nodes
-from kvstore.client.remote import RemoteRead, read_remote
+from kvstore.client.remote import Delivery, RemoteRead, read_remote
 from kvstore.client.values import Bytes, Destination, ReadResult
 from kvstore.errors import DeadlineExceeded, KvStoreError
 from kvstore.model.layout import Rectangle
@@ -25,6 +25,7 @@ from kvstore.node import HANDOFF_WAIT_MS
 logger = logging.getLogger(__name__)
 FENCE_RETRIES = 3
 _GONE = (MissReason.UNREACHABLE, MissReason.SESSION_LOST)
+_FAILED = (MissReason.UNREACHABLE, MissReason.DEADLINE)
 
 
 class Reading:
@@ -154,53 +155,56 @@ class Reading:
             self._read_peer(info, ticket.id, HANDOFF_WAIT_MS)
 
     def from_others(self) -> None:
-        """Nodes that the index names, the longest run first; another one where the first fails."""
+        """Nodes that the index names, the longest run first, equal ones in turns; another one where the first fails.
+
+        One that does not answer in time must leave time for the next: while there are others, each gets half of what is
+        left. Nodes whose data did not come lately are asked last.
+        """
         tried: set[str] = set()
         while not self.complete and self._left_s() > 0:
             matches = self._nodes.nodes_with(self._keys, self._wanted, self._left_s())
-            better = [m.node for m in matches if m.run > self._done and m.node.node_id not in tried]
+            better = [m for m in matches if m.run > self._done and m.node.node_id not in tried]
             if not better:
                 return
-            tried.add(better[0].node_id)
-            self._read_peer(better[0], b"", 0)
+            node = self._nodes.spread(better).node
+            tried.add(node.node_id)
+            share = 1.0 if len(better) == 1 else 0.5
+            self._read_peer(node, b"", 0, time.monotonic() + share * self._left_s())
+            if not self.complete:
+                self._nodes.counters.add("reads_continued_elsewhere" if len(better) > 1 else "reads_without_replica")
 
-    def _read_peer(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> None:
+    def _read_peer(self, info: NodeInfo, ticket_id: bytes, wait_ms: int, end_s: float | None = None) -> None:
+        """Read from one node until `end_s`, by default as long as the whole read may take."""
+        end_s = self._end_s if end_s is None else end_s
         for _ in range(FENCE_RETRIES):
             if self.complete:
                 return
-            if self._left_s() <= 0:
+            if time.monotonic() >= end_s:
                 self._reason = MissReason.DEADLINE
                 return
-            result = self._read_peer_once(info, ticket_id, wait_ms)
+            result = self._read_peer_once(info, ticket_id, wait_ms, end_s)
             self._done += result.chunks
             self._ssd_tokens += result.ssd_tokens
             self._reason = result.reason
-            self._bytes[self._nodes.remote_path] += result.payload_bytes
+            if result.payload_bytes:
+                self._bytes[result.path] += result.payload_bytes
             if result.reason is MissReason.SESSION_LOST:  # it ran out while this client was idle: open another
                 self._nodes.drop_peer(info.node_id, info.epoch)
             elif result.reason is not MissReason.FENCE:
                 break
+        self._nodes.note_data_path(info, works=self._reason not in _FAILED)
         if self._reason in _GONE:
             self._nodes.drop_peer(info.node_id, info.epoch)
 
-    def _read_peer_once(self, info: NodeInfo, ticket_id: bytes, wait_ms: int) -> RemoteRead:
+    def _read_peer_once(self, info: NodeInfo, ticket_id: bytes, wait_ms: int, end_s: float) -> RemoteRead:
         try:
-            peer = self._nodes.peer(info, self._left_s())
+            peer = self._nodes.peer(info, max(0.001, end_s - time.monotonic()))
         except KvStoreError:
             return RemoteRead(0, MissReason.UNREACHABLE, 0)
-        return read_remote(
-            peer,
-            self._nodes.staging,
-            self._namespace,
-            self._keys.slice(self._done, len(self._keys)),
-            self._wanted,
-            self._destination,
-            self._done,
-            self._end_s,
-            self._nodes.background(),
-            ticket_id=ticket_id,
-            wait_ms=wait_ms,
-        )
+        nodes = self._nodes
+        delivery = Delivery(self._namespace, self._wanted, self._destination, nodes.staging, nodes.background(), end_s)
+        keys = self._keys.slice(self._done, len(self._keys))
+        return read_remote(peer, delivery, keys, self._done, ticket_id=ticket_id, wait_ms=wait_ms)
 
     def result(self) -> ReadResult:
         """Count and answer."""

@@ -1,5 +1,7 @@
 """Reading from another host's node: Acquire, payload into staging, fence, checksums, then scatter.
 
+Of each stored shard only what is wanted is fetched (`kvstore/model/fetch.py`), for all layers at once or group by group.
+
 Nothing lands in the caller's memory before its fence and checksums have passed. A larger read streams through
 staging batch by batch. The checksum table travels with its payload and is believed only if it matches the hash
 of the catalog entry, which came by Acquire.
@@ -7,28 +9,30 @@ of the catalog entry, which came by Acquire.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import numpy as np
+
+from kvstore.client.peers import Peer
 from kvstore.client.values import Bytes, Destination
-from kvstore.errors import DeadlineExceeded, KvStoreError, NotFound, SessionLost, StaleReference
+from kvstore.errors import DeadlineExceeded, KvStoreError, NotFound, SessionLost
 from kvstore.model import checksum
-from kvstore.model.layout import Geometry, PageLayout, Rectangle
+from kvstore.model.fetch import FetchPlan, plan_fetch
+from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.reshard import ShardPart
-from kvstore.model.values import MissReason, NodeInfo
+from kvstore.model.values import MissReason
 from kvstore.node import AcquireAnswer, ShardPlace
-from kvstore.node.remote import RemoteNode
-from kvstore.transport import Connection, ReadDescriptor, ReadStatus, Transport
+from kvstore.transport import Connection, ReadDescriptor, ReadStatus
 from kvstore.transport.staging import Staging, StagingBlock
 
 BATCH_BYTES = 8 << 20
 """Payload bytes asked for in one exchange; at most a quarter of the staging."""
-CONNECTIONS_KEPT = 8
 UNIT_BYTES = 4096
 
 _REASON_OF_STATUS = {
@@ -41,7 +45,7 @@ _REASON_OF_STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class RemoteRead:
-    """`chunks` leading chunks were delivered; `payload_bytes` came over the network (tables included).
+    """`chunks` leading chunks were delivered; `payload_bytes` came over the network (tables included), by `path`.
 
     `ssd_tokens` of them the peer had on its SSD only. `more`: it has the next chunk, on a slower tier.
     """
@@ -51,145 +55,72 @@ class RemoteRead:
     payload_bytes: int
     ssd_tokens: int = 0
     more: bool = False
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a read is to deliver, and how: chunk i of the keys goes to place `first + i` of the destination.
+
+    The destination is called from threads of `executor`, one call at a time. `groups`: parts of the rectangle in the
+    order in which they are delivered, layers first to last; `on_group(n)` is called when group n has all its chunks.
+    `verify` False only for tests.
+    """
+
+    namespace: Namespace
+    rectangle: Rectangle
+    destination: Destination
+    staging: Staging
+    executor: Executor
+    end_s: float
+    verify: bool = True
+    groups: tuple[Rectangle, ...] = ()
+    on_group: Callable[[int], None] = lambda group: None
+
+    def in_order(self, whole: bool) -> tuple[Rectangle, ...]:
+        """The groups to deliver one after the other; one where the run is not `whole`, since nobody waits for less."""
+        return self.groups if whole and self.groups else (self.rectangle,)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One shard of one chunk in a staging block: payload (whole shard) at `start`, its table right behind."""
+    """What a read fetches of one stored shard: `plan.staged_bytes` at `start` of a staging block."""
 
     chunk: int
     place: ShardPlace
-    part: ShardPart
+    plan: FetchPlan
     start: int
-    payload_bytes: int
-    held_bytes: int
-
-
-class Peer:
-    """One incarnation of another node: its gRPC session and some idle data connections. Thread-safe."""
-
-    def __init__(self, info: NodeInfo, transport: Transport, name: str, deadline_s: float) -> None:
-        self.info = info
-        self._transport = transport
-        self.api = RemoteNode(info.control_address, name=name, deadline_s=deadline_s)
-        if self.api.info is not None and self.api.info.epoch != info.epoch:
-            self.api.close()
-            raise StaleReference(f"node {info.node_id} has restarted")
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._registered: set[bytes] = set()
-        self._written: set[tuple[bytes, Geometry, tuple[int, ...]]] = set()
-
-    def register(self, namespace: Namespace, deadline_s: float) -> None:
-        """Tell the node of the namespace, once."""
-        if namespace.id not in self._registered:
-            self.api.register_namespace(namespace, None, (), deadline_s)
-            self._registered.add(namespace.id)
-
-    def register_writer(
-        self, namespace: Namespace, geometry: Geometry, written_here: tuple[int, ...], deadline_s: float
-    ) -> None:
-        """Tell the node how this client cuts the namespace's chunks, once."""
-        place = namespace.id, geometry, written_here
-        if place not in self._written:
-            self.api.register_namespace(namespace, geometry, written_here, deadline_s)
-            self._written.add(place)
-
-    def take(self, deadline_s: float) -> tuple[Connection, bool]:
-        """(a connection for one thread, whether it was kept from an earlier read)."""
-        while True:
-            with self._lock:
-                kept = self._idle.pop() if self._idle else None
-            if kept is None:
-                break
-            if kept.is_open:
-                return kept, True
-            kept.close()  # the owner has ended it meanwhile
-        return self._transport.connect(self.info, deadline_s), False
-
-    def give_back(self, connection: Connection, *, healthy: bool) -> None:
-        """Keep a healthy connection for the next read, close any other."""
-        with self._lock:
-            if healthy and len(self._idle) < CONNECTIONS_KEPT:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def close(self) -> None:
-        """End everything."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-        self.api.close()
 
 
 def read_remote(
-    peer: Peer,
-    staging: Staging,
-    namespace: Namespace,
-    keys: Keys,
-    rectangle: Rectangle,
-    destination: Destination,
-    first: int,
-    end_s: float,
-    executor: Executor,
-    *,
-    ticket_id: bytes = b"",
-    wait_ms: int = 0,
-    verify: bool = True,
+    peer: Peer, delivery: Delivery, keys: Keys, first: int, *, ticket_id: bytes = b"", wait_ms: int = 0
 ) -> RemoteRead:
     """Deliver the longest prefix of `keys` that this peer holds; chunk i goes to place `first + i`.
 
-    Every failure is a reason, not an exception. `executor` runs what overlaps with receiving; the destination is
-    called from its threads, one call at a time. `verify` False only for tests. What the peer has to bring from a slower
-    tier comes in several parts.
+    Every failure is a reason, not an exception. What the peer has to bring from a slower tier comes in several parts.
     """
     done = RemoteRead(0, None, 0, more=True)
-    while done.more and time.monotonic() < end_s:
-        part = _read_part(
-            peer,
-            staging,
-            namespace,
-            keys.slice(done.chunks, len(keys)),
-            rectangle,
-            destination,
-            first + done.chunks,
-            end_s,
-            executor,
-            ticket_id,
-            wait_ms,
-            verify,
-        )
+    while done.more and time.monotonic() < delivery.end_s:
+        rest = keys.slice(done.chunks, len(keys))
+        part = _read_part(peer, delivery, rest, first + done.chunks, ticket_id, wait_ms)
         done = RemoteRead(
             done.chunks + part.chunks,
             part.reason,
             done.payload_bytes + part.payload_bytes,
             done.ssd_tokens + part.ssd_tokens,
             part.more and part.chunks > 0,
+            part.path or done.path,
         )
     return done if done.chunks == len(keys) or done.reason else replace(done, reason=MissReason.DEADLINE)
 
 
-def _read_part(
-    peer: Peer,
-    staging: Staging,
-    namespace: Namespace,
-    keys: Keys,
-    rectangle: Rectangle,
-    destination: Destination,
-    first: int,
-    end_s: float,
-    executor: Executor,
-    ticket_id: bytes,
-    wait_ms: int,
-    verify: bool,
-) -> RemoteRead:
+def _read_part(peer: Peer, delivery: Delivery, keys: Keys, first: int, ticket_id: bytes, wait_ms: int) -> RemoteRead:
     """One Acquire, and what it leased."""
+    end_s = delivery.end_s
     try:
-        peer.register(namespace, _left(end_s))
+        peer.register(delivery.namespace, _left(end_s))
         lease_ms = min(60_000, int(_left(end_s) * 1000) + 1000)
-        answer = peer.api.acquire(keys, rectangle, lease_ms, ticket_id, wait_ms, _left(end_s))
+        answer = peer.api.acquire(keys, delivery.rectangle, lease_ms, ticket_id, wait_ms, _left(end_s))
     except DeadlineExceeded:
         return RemoteRead(0, MissReason.DEADLINE, 0)
     except NotFound:
@@ -204,9 +135,7 @@ def _read_part(
     for place in answer.places:
         by_chunk[place.index].append(place)
     try:
-        result = _read_places(
-            peer, staging, namespace, by_chunk, rectangle, destination, first, end_s, executor, verify
-        )
+        result = _read_places(peer, delivery, by_chunk, first, whole=answer.run == len(keys))
     finally:
         _release(peer, answer, end_s)
     ssd_tokens = min(answer.ssd_tokens, keys.tokens_of_first(result.chunks))
@@ -216,24 +145,16 @@ def _read_part(
 
 
 def _read_places(
-    peer: Peer,
-    staging: Staging,
-    namespace: Namespace,
-    by_chunk: list[list[ShardPlace]],
-    rectangle: Rectangle,
-    destination: Destination,
-    first: int,
-    end_s: float,
-    executor: Executor,
-    verify: bool,
+    peer: Peer, delivery: Delivery, by_chunk: list[list[ShardPlace]], first: int, whole: bool
 ) -> RemoteRead:
     """Deliver resolved chunks. A kept connection that fails at once is made anew: its owner may just have ended it."""
     while True:
-        run = _Run(staging, namespace.layout, rectangle, destination, first, verify)
-        connection, kept = None, False
+        run = _Run(delivery, first)
+        connection, kept, path = None, False, ""
         try:
-            connection, kept = peer.take(_left(end_s))
-            done, reason = run.read(connection, by_chunk, executor, end_s)
+            connection, kept = peer.take(_left(delivery.end_s))
+            path = connection.name
+            done, reason = run.read(connection, by_chunk, whole)
         except DeadlineExceeded:
             done, reason = 0, MissReason.DEADLINE
         except KvStoreError:
@@ -242,149 +163,161 @@ def _read_places(
             if connection is not None:
                 peer.give_back(connection, healthy=run.healthy)
         if not (kept and done == 0 and reason is MissReason.UNREACHABLE):
-            return RemoteRead(done, reason, run.moved)
+            return RemoteRead(done, reason, run.moved, path=path)
 
 
 class _Run:
     """One run of leased chunks on its way: batch n is verified and scattered while batch n + 1 is received."""
 
-    def __init__(
-        self,
-        staging: Staging,
-        layout: PageLayout,
-        rectangle: Rectangle,
-        destination: Destination,
-        first: int,
-        verify: bool,
-    ) -> None:
-        self._staging = staging
-        self._layout = layout
-        self._rectangle = rectangle
-        self._destination = destination
+    def __init__(self, delivery: Delivery, first: int) -> None:
+        self._delivery = delivery
+        self._layout = delivery.namespace.layout
+        self._staging = delivery.staging
         self._first = first
-        self._verify = verify
+        self._live = self._grouped = False
+        self._upto, self._reason = 0, None  # type: int, MissReason | None
         self.moved = 0
         self.healthy = False
 
     def read(
-        self, connection: Connection, by_chunk: list[list[ShardPlace]], executor: Executor, end_s: float
+        self, connection: Connection, by_chunk: list[list[ShardPlace]], whole: bool
     ) -> tuple[int, MissReason | None]:
-        """(chunks delivered, why not more)."""
-        under_way: Future[tuple[int, MissReason | None]] | None = None
-        done, reason = len(by_chunk), None
-        for chunks in self._batches(by_chunk):
-            begin = chunks.start
-            received, failure = self._receive(connection, by_chunk, chunks, end_s)
-            if under_way is not None:
-                failed = True  # also when the caller's destination raises
-                try:
-                    good, bad = under_way.result()
-                    failed = bad is not None
-                finally:
-                    if failed and received is not None:
-                        self._staging.release(received[1])
-                under_way = None
-                if failed:
-                    return good, bad
-            if received is None:
-                return begin, failure
+        """(chunks delivered, why not more). A chunk that fails in one group is left out of the next ones."""
+        self._upto = len(by_chunk)
+        groups = self._delivery.in_order(whole)
+        self._live = whole and bool(self._delivery.groups)
+        under_way: Future[None] | None = None
+        self._grouped = len(groups) > 1
+        for group, pieces, last in self._batches(by_chunk, groups):
+            received = self._receive(connection, pieces)
             try:
-                under_way = executor.submit(self._deliver, *received)
-            except RuntimeError:  # the client was closed under this read
-                self._staging.release(received[1])
-                raise
+                if under_way is not None:
+                    earlier, under_way = under_way, None
+                    earlier.result()
+                if received is None:
+                    break
+                if pieces[0].chunk >= self._upto:
+                    continue
+                under_way = self._delivery.executor.submit(self._deliver, pieces, *received, group if last else None)
+                received = None
+            finally:  # also when the caller's destination raises, or the client was closed under this read
+                if received is not None:
+                    self._staging.release(received[0])
         if under_way is not None:
-            good, bad = under_way.result()
-            if bad is not None:
-                done, reason = good, bad
-        return done, reason
+            under_way.result()
+        return self._upto, self._reason
 
-    def _batches(self, by_chunk: list[list[ShardPlace]]) -> Iterator[range]:
-        """Consecutive chunks that are asked for in one exchange: as many as fit, at least one."""
+    def _batches(
+        self, by_chunk: list[list[ShardPlace]], groups: Sequence[Rectangle]
+    ) -> Iterator[tuple[int, list[_Piece], bool]]:
+        """(group, pieces of consecutive chunks, whether they are the group's last) of one exchange after the other.
+
+        As many chunks as fit, at least one; none from the first on that has failed meanwhile.
+        """
         limit = min(BATCH_BYTES, self._staging.total_bytes // 4)
-        begin = size = 0
-        for chunk, places in enumerate(by_chunk):
-            more = sum(_held_bytes(self._layout, place.rectangle) for place in places)
-            if size and size + more > limit:
-                yield range(begin, chunk)
-                begin, size = chunk, 0
-            size += more
-        yield range(begin, len(by_chunk))
+        for group, rectangle in enumerate(groups):
+            batch: list[_Piece] = []
+            size = 0
+            for chunk, places in enumerate(by_chunk):
+                if chunk >= self._upto:
+                    break
+                plans = [(place, plan) for place in places if (plan := self._plan(place, rectangle)) is not None]
+                more = sum(_rounded(plan.staged_bytes) for _, plan in plans)
+                if batch and size + more > limit:
+                    yield group, batch, False
+                    batch, size = [], 0
+                for place, plan in plans:
+                    batch.append(_Piece(chunk, place, plan, size))
+                    size += _rounded(plan.staged_bytes)
+            if batch and batch[0].chunk < self._upto:
+                yield group, batch, True
 
-    def _receive(
-        self, connection: Connection, by_chunk: list[list[ShardPlace]], chunks: range, end_s: float
-    ) -> tuple[tuple[list[_Piece], StagingBlock, tuple[int, ...]] | None, MissReason | None]:
-        """A batch in staging with its generation words, or why not."""
-        pieces, size = _lay_out(self._layout, self._rectangle, by_chunk, chunks)
+    def _fail(self, chunk: int, reason: MissReason) -> None:
+        """This chunk and all behind it are not delivered."""
+        if chunk < self._upto or self._reason is None:
+            self._upto, self._reason, self._live = min(chunk, self._upto), reason, False
+
+    def _plan(self, place: ShardPlace, rectangle: Rectangle) -> FetchPlan | None:
+        common = place.rectangle.intersection(rectangle)
+        if common is None:
+            return None
+        return plan_fetch(self._layout, ShardPart(place.shard & 0xFF, place.rectangle, common))
+
+    def _receive(self, connection: Connection, pieces: list[_Piece]) -> tuple[StagingBlock, tuple[int, ...]] | None:
+        """A batch in staging with the generation word of each piece; None: it failed, and `_fail` was told."""
+        end_s, last = self._delivery.end_s, pieces[-1]
+        size = last.start + _rounded(last.plan.staged_bytes)
         fits = size <= self._staging.total_bytes  # else not even one chunk does
         block = self._staging.acquire(size, _left(end_s)) if fits else None
         if block is None:
             self.healthy = True
-            return None, MissReason.STAGING_FULL
+            self._break(pieces, MissReason.STAGING_FULL)
+            return None
         self.healthy = False
         descriptors = [
-            ReadDescriptor(piece.place.slot, piece.place.slot * UNIT_BYTES, piece.held_bytes, piece.start)
+            ReadDescriptor(
+                piece.place.slot,
+                piece.place.slot * UNIT_BYTES + run.source_offset,
+                run.length_bytes,
+                piece.start + run.target_offset,
+            )
             for piece in pieces
+            for run in piece.plan.runs
         ]
         result = connection.read(descriptors, block.view, _left(end_s))
         if result.status is not ReadStatus.DONE:
-            # Whatever the status, the transport promises that no byte can arrive any more.
-            self._staging.release(block)
-            return None, _REASON_OF_STATUS[result.status]
+            if result.ended is None:
+                self._staging.release(block)
+            else:
+                self._staging.quarantine(block, result.ended)
+            self._break(pieces, _REASON_OF_STATUS[result.status])
+            return None
         self.healthy = True
         self.moved += result.payload_bytes
-        return (pieces, block, result.generations), None
+        counts = [len(piece.plan.runs) for piece in pieces]
+        firsts = (after - count for after, count in zip(accumulate(counts), counts, strict=True))
+        return block, tuple(result.generations[first] for first in firsts)
+
+    def _break(self, pieces: list[_Piece], reason: MissReason) -> None:
+        """Nothing more comes. Chunks before this batch count if there is one group: they have all their layers."""
+        self._fail(0 if self._grouped else pieces[0].chunk, reason)
 
     def _deliver(
-        self, pieces: list[_Piece], block: StagingBlock, generations: tuple[int, ...]
-    ) -> tuple[int, MissReason | None]:
-        """Fence, verify and scatter piece by piece; (chunk of the first failure, reason) or (0, None)."""
-        layout, staged = self._layout, block.view
+        self, pieces: list[_Piece], block: StagingBlock, generations: tuple[int, ...], completes: int | None
+    ) -> None:
+        """Fence, verify and scatter piece by piece, up to the first that fails. `completes`: the group that is done."""
+        layout, staged, delivery = self._layout, block.view, self._delivery
         stale = [p.chunk for p, word in zip(pieces, generations, strict=True) if word != p.place.generation]
         try:
             for piece in pieces:
                 if stale and piece.chunk >= stale[0]:
-                    return stale[0], MissReason.FENCE
-                payload = staged[piece.start : piece.start + piece.payload_bytes]
-                if self._verify and piece.place.table_hash and not _verified(layout, piece, payload, staged):
-                    return piece.chunk, MissReason.CHECKSUM
-                pages = payload.reshape(layout.shape(piece.place.rectangle))
-                cut = pages if piece.part.is_whole_shard else pages[piece.part.stored_slices]
-                common = piece.part.common
-                self._destination.scatter(self._first + piece.chunk, cut, common.layer_start, common.head_start)
-            return 0, None
+                    return self._fail(stale[0], MissReason.FENCE)
+                plan = piece.plan
+                held = staged[piece.start : piece.start + plan.staged_bytes]
+                if delivery.verify and piece.place.table_hash and not _verified(layout, piece, held):
+                    return self._fail(piece.chunk, MissReason.CHECKSUM)
+                pages = held[: plan.table_offset].reshape(layout.shape(plan.staged))[plan.wanted_slices]
+                common = plan.part.common
+                delivery.destination.scatter(self._first + piece.chunk, pages, common.layer_start, common.head_start)
         finally:
             self._staging.release(block)
+        if completes is not None and self._live:
+            delivery.on_group(completes)
 
 
-def _lay_out(
-    layout: PageLayout, rectangle: Rectangle, by_chunk: list[list[ShardPlace]], chunks: range
-) -> tuple[list[_Piece], int]:
-    """Where each shard of a batch lies in its staging block (page-aligned), and the block's size."""
-    pieces, at = [], 0
-    for chunk in chunks:
-        for place in by_chunk[chunk]:
-            common = place.rectangle.intersection(rectangle)
-            if common is not None:
-                part = ShardPart(place.shard & 0xFF, place.rectangle, common)
-                payload_bytes = layout.payload_bytes(place.rectangle)
-                held_bytes = payload_bytes + checksum.table_bytes(place.rectangle)
-                pieces.append(_Piece(chunk, place, part, at, payload_bytes, held_bytes))
-                at += -(-held_bytes // UNIT_BYTES) * UNIT_BYTES
-    return pieces, at
-
-
-def _verified(layout: PageLayout, piece: _Piece, payload: Bytes, staged: Bytes) -> bool:
-    stored = piece.place.rectangle
-    end = piece.start + piece.payload_bytes
-    table = staged[end : end + checksum.table_bytes(stored)]
+def _verified(layout: PageLayout, piece: _Piece, held: Bytes) -> bool:
+    """True if the table is the one of the catalog, and what was fetched is what the table says."""
+    plan, stored = piece.plan, piece.place.rectangle
+    table = held[plan.table_offset :]
     if checksum.table_hash(table) != piece.place.table_hash:
         return False
-    return not checksum.differs(payload, table, layout, stored)
+    words = np.frombuffer(table.tobytes(), dtype="<u8").reshape(stored.layers, stored.heads)
+    payload = held[: plan.table_offset]
+    return np.array_equal(checksum.table_of(payload, layout, plan.staged), words[plan.table_slices])
 
 
-def _held_bytes(layout: PageLayout, rectangle: Rectangle) -> int:
-    return layout.payload_bytes(rectangle) + checksum.table_bytes(rectangle)
+def _rounded(length_bytes: int) -> int:
+    return -(-length_bytes // UNIT_BYTES) * UNIT_BYTES
 
 
 def _release(peer: Peer, answer: AcquireAnswer, end_s: float) -> None:

@@ -63,6 +63,10 @@ class Connection(Protocol):
     """A path to one node incarnation (address and epoch). Not shared between threads, but for `cancel`."""
 
     @property
+    def name(self) -> str:
+        """Of its transport."""
+
+    @property
     def is_open(self) -> bool:
         """False once either side has closed, as far as this side can have heard of it.
 

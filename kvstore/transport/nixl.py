@@ -236,6 +236,8 @@ class _Path:
 class NixlConnection:
     """A path to one node incarnation for one thread at a time; `cancel` may come from any other."""
 
+    name = "nixl"
+
     def __init__(self, path: _Path, tcp: TcpConnection, hooks: _Hooks) -> None:
         self._path = path
         self._tcp = tcp

@@ -3,10 +3,11 @@
 `Staging` owns one private anonymous mapping and hands out blocks of it. A block is in one of three states:
 
     free ──acquire──► in use ──release──► free
-                         └──quarantine──► quarantined ──settle──► free
+                         └──quarantine──► quarantined ──(its transfer has ended)──► free
 
 A block whose transfer was given up while the other side may still write is quarantined: nobody gets it until
-the transfer is known to have ended (law 6). Bytes of all three states always add up to the whole (`check`).
+the transfer is known to have ended (law 6), which is asked whenever somebody wants room. Bytes of all three states
+always add up to the whole (`check`).
 
 Blocks have any size, rounded up to 4 KiB, and are found first fit in one sorted list of free extents, which
 joins neighbours as they come back. Fixed slots would be simpler, but shard slots differ by namespace and a
@@ -22,6 +23,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +34,10 @@ from kvstore.errors import ForkedProcess, InvalidRequest, LimitExceeded
 
 ALIGNMENT_BYTES: Final = 4096
 """Every block starts at, and is rounded up to, a multiple of this (a destination off the page costs half)."""
+
+
+SETTLE_EVERY_S: Final = 0.005
+"""Who waits for room asks so often whether quarantined transfers have ended."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +80,7 @@ class Staging:
         self._waiting: deque[object] = deque()
         self._free: list[tuple[int, int]] = [(0, self.total_bytes)]
         self._in_use: set[StagingBlock] = set()
-        self._quarantined: set[StagingBlock] = set()
+        self._quarantined: dict[StagingBlock, Callable[[], bool]] = {}
 
     def acquire(self, length_bytes: int, deadline_s: float) -> StagingBlock | None:
         """A block of `length_bytes`, waiting up to `deadline_s` for room; None = staging full until then.
@@ -90,31 +96,39 @@ class Staging:
             self._waiting.append(place)
             try:
                 while True:
+                    self._settle()
                     block = self._take(length_bytes) if self._waiting[0] is place else None
                     remaining_s = deadline - time.monotonic()
                     if block is not None or remaining_s <= 0:
                         return block
-                    self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
+                    longest_s = SETTLE_EVERY_S if self._quarantined else threading.TIMEOUT_MAX
+                    self._changed.wait(min(remaining_s, longest_s))
             finally:
                 self._waiting.remove(place)
                 self._changed.notify_all()
 
     def release(self, block: StagingBlock) -> None:
         """In use → free. The caller is done with `view` and no transfer can write into it any more."""
-        self._move(block, self._in_use, None)
+        self._check_process()
+        with self._changed:
+            self._check_in_use(block)
+            self._free_block(block)
 
-    def quarantine(self, block: StagingBlock) -> None:
-        """In use → quarantined: the transfer into it was given up but may not have ended."""
-        self._move(block, self._in_use, self._quarantined)
+    def quarantine(self, block: StagingBlock, ended: Callable[[], bool]) -> None:
+        """In use → quarantined: its transfer was given up but may still write until `ended` answers True.
 
-    def settle(self, block: StagingBlock) -> None:
-        """Quarantined → free: the transfer has ended, or who would write is gone."""
-        self._move(block, self._quarantined, None)
+        `ended` is called with a lock held: it must not wait.
+        """
+        self._check_process()
+        with self._changed:
+            self._check_in_use(block)
+            self._quarantined[block] = ended
 
     def usage(self) -> StagingUsage:
         """Bytes by state, at one moment."""
         self._check_process()
         with self._changed:
+            self._settle()
             return StagingUsage(
                 sum(size for _, size in self._free),
                 sum(block.held_bytes for block in self._in_use),
@@ -151,18 +165,20 @@ class Staging:
                 return block
         return None
 
-    def _move(self, block: StagingBlock, source: set[StagingBlock], target: set[StagingBlock] | None) -> None:
-        self._check_process()
-        with self._changed:
-            # Blocks compare by identity, so one that was given back cannot free the next holder's memory.
-            if block not in source:
-                raise InvalidRequest(f"{block} is not in the state that this call ends")
-            source.remove(block)
-            if target is not None:
-                target.add(block)
-                return
-            self._join(block.offset_bytes, block.held_bytes)
-            self._changed.notify_all()
+    def _settle(self) -> None:
+        for block in [block for block, ended in self._quarantined.items() if ended()]:
+            del self._quarantined[block]
+            self._free_block(block)
+
+    def _check_in_use(self, block: StagingBlock) -> None:
+        # Blocks compare by identity, so one that was given back cannot free the next holder's memory.
+        if block not in self._in_use:
+            raise InvalidRequest(f"{block} is not in the state that this call ends")
+        self._in_use.remove(block)
+
+    def _free_block(self, block: StagingBlock) -> None:
+        self._join(block.offset_bytes, block.held_bytes)
+        self._changed.notify_all()
 
     def _join(self, offset: int, size: int) -> None:
         index = bisect.bisect(self._free, (offset, size))

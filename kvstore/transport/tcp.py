@@ -180,6 +180,8 @@ class TcpConnection:
     `arena_bytes` is the size of the remote arena.
     """
 
+    name = "tcp"
+
     def __init__(self, stream: _Stream, arena_bytes: int, before_payload: Callable[[], None] | None = None) -> None:
         self.arena_bytes = arena_bytes
         self._stream = stream

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Client, connect
-from kvstore.client.remote import Peer
+from kvstore.client.peers import Peer
 from kvstore.errors import SessionLost
 from kvstore.model.prefix import Keys
 from kvstore.model.ticket import Ticket, TicketRank

@@ -21,7 +21,8 @@ import pytest
 
 import kvstore
 from kvstore.client import buffers, remote
-from kvstore.client.remote import Peer, RemoteRead, read_remote
+from kvstore.client.peers import Peer
+from kvstore.client.remote import Delivery, RemoteRead, read_remote
 from kvstore.client.values import Bytes
 from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
@@ -247,9 +248,8 @@ class FarReader:
     def read(self, keys: Keys, *, verify: bool) -> RemoteRead:
         into = buffers.ChunkArray(self.pages, LAYOUT.whole)
         end_s = time.monotonic() + 10
-        return read_remote(
-            self.peer, self.staging, NAMESPACE, keys, LAYOUT.whole, into, 0, end_s, self.executor, verify=verify
-        )
+        delivery = Delivery(NAMESPACE, LAYOUT.whole, into, self.staging, self.executor, end_s, verify)
+        return read_remote(self.peer, delivery, keys, 0)
 
 
 @contextlib.contextmanager
@@ -302,8 +302,8 @@ def test_the_race_gives_wrong_bytes_without_the_generation_words(
 ) -> None:
     deliver = remote._Run._deliver
 
-    def deliver_all(run: Any, pieces: list[Any], block: Any, generations: Any) -> Any:
-        return deliver(run, pieces, block, tuple(piece.place.generation for piece in pieces))
+    def deliver_all(run: Any, pieces: list[Any], block: Any, generations: Any, completes: Any) -> None:
+        deliver(run, pieces, block, tuple(piece.place.generation for piece in pieces), completes)
 
     monkeypatch.setattr(remote._Run, "_deliver", deliver_all)
     tally, generator, prompts, end = Tally(), random.Random(14), TCP.keys, time.monotonic() + 60

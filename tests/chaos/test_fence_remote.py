@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvstore.client import buffers, remote
-from kvstore.client.remote import Peer, RemoteRead, read_remote
+from kvstore.client.peers import Peer
+from kvstore.client.remote import Delivery, RemoteRead, read_remote
 from kvstore.client.values import Bytes, Destination
 from kvstore.model import checksum
 from kvstore.model.layout import Dtype, PageLayout
@@ -82,7 +83,8 @@ class Far:
         into = destination or self.fresh()
         end_s = time.monotonic() + deadline_s
         workers = executor or self.executor
-        return read_remote(self.peer, self.staging, SPACE, keys, LAYOUT.whole, into, 0, end_s, workers, verify=verify)
+        delivery = Delivery(SPACE, LAYOUT.whole, into, self.staging, workers, end_s, verify)
+        return read_remote(self.peer, delivery, keys, 0)
 
     def fresh(self) -> Destination:
         self.pages[:] = POISON
@@ -138,7 +140,7 @@ def reuse_behind_sendfile(far: Far) -> None:
 
 
 def test_an_undisturbed_read_delivers_everything(far: Far) -> None:
-    assert far.read() == RemoteRead(CHUNKS, None, CHUNKS * (LAYOUT.chunk_bytes + 32))
+    assert far.read() == RemoteRead(CHUNKS, None, CHUNKS * (LAYOUT.chunk_bytes + 32), path="tcp")
     assert far.wrong(CHUNKS) == 0
 
 
@@ -367,7 +369,8 @@ def test_late_bytes_of_a_stopped_node_touch_nothing_that_is_in_use(tmp_path: Pat
     def read(deadline_s: float) -> RemoteRead:
         into, end_s = buffers.ChunkArray(pages, SMALL.whole), time.monotonic() + deadline_s
         with ThreadPoolExecutor(1) as executor:
-            return read_remote(peer, staging, NAMESPACE, keys, SMALL.whole, into, 0, end_s, executor)
+            delivery = Delivery(NAMESPACE, SMALL.whole, into, staging, executor, end_s)
+            return read_remote(peer, delivery, keys, 0)
 
     assert read(10.0).chunks == size.chunks
     pages[:] = POISON

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache
+from kvstore.client.peers import Peer
 from kvstore.client.reading import Reading
-from kvstore.client.remote import Peer
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason

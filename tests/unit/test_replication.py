@@ -13,7 +13,7 @@ import pytest
 
 from kvstore import replication
 from kvstore.client import Cache, connect
-from kvstore.client.remote import Peer
+from kvstore.client.peers import Peer
 from kvstore.errors import CapacityExhausted, InvalidRequest, LayoutMismatch
 from kvstore.model.layout import Geometry
 from kvstore.model.prefix import Keys

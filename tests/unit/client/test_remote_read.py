@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.client import Cache, Client, connect
 from kvstore.client import remote as remote_module
-from kvstore.client.remote import Peer
+from kvstore.client.peers import Peer
 from kvstore.errors import CapacityExhausted, KvStoreError, Unauthorized
 from kvstore.metadata import NodeMatch
 from kvstore.metadata.embedded import EmbeddedIndex

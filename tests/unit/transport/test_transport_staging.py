@@ -50,12 +50,13 @@ def test_full_is_none_and_a_quarantined_block_stays_away_until_settled() -> None
     staging = Staging(2 * PAGE)
     first, second = take(staging, PAGE), take(staging, PAGE)
     assert staging.acquire(1, 0.0) is None
-    staging.quarantine(first)
+    ended = [False]
+    staging.quarantine(first, lambda: ended[0])
     assert staging.acquire(1, 0.0) is None
     staging.release(second)
     assert take(staging, 1).offset_bytes == second.offset_bytes
     assert staging.usage() == StagingUsage(0, PAGE, PAGE)
-    staging.settle(first)
+    ended[0] = True
     assert take(staging, 1).offset_bytes == first.offset_bytes
     staging.check()
 
@@ -63,15 +64,13 @@ def test_full_is_none_and_a_quarantined_block_stays_away_until_settled() -> None
 def test_a_block_moves_only_from_the_state_it_is_in() -> None:
     staging = Staging(4 * PAGE)
     block = take(staging, PAGE)
-    with pytest.raises(InvalidRequest):
-        staging.settle(block)
     staging.release(block)
     again = take(staging, PAGE)
     assert again.offset_bytes == block.offset_bytes
-    for verb in (staging.release, staging.quarantine, staging.settle):
+    for verb in (staging.release, lambda block: staging.quarantine(block, lambda: True)):
         with pytest.raises(InvalidRequest):
             verb(block)  # must not free the next holder's memory
-    staging.quarantine(again)
+    staging.quarantine(again, lambda: False)
     with pytest.raises(InvalidRequest):
         staging.release(again)
     staging.check()
@@ -170,8 +169,8 @@ def test_of_no_use_in_a_forked_child() -> None:
 
         staging = Staging(1 << 20)
         block = staging.acquire(10, 0.0)
-        verbs = [lambda: staging.acquire(1, 0.0), lambda: staging.release(block), lambda: staging.quarantine(block),
-                 lambda: staging.settle(block), staging.usage, staging.check]
+        verbs = [lambda: staging.acquire(1, 0.0), lambda: staging.release(block),
+                 lambda: staging.quarantine(block, bool), staging.usage, staging.check]
         child = os.fork()
         if not child:
             refused = 0
@@ -200,6 +199,7 @@ class StagingMachine(RuleBasedStateMachine):
         self.staging = Staging(32 * PAGE)
         self.in_use: list[StagingBlock] = []
         self.quarantined: list[StagingBlock] = []
+        self.ended: set[StagingBlock] = set()
 
     @rule(length_bytes=st.integers(1, 12 * PAGE))
     def acquire(self, length_bytes: int) -> None:
@@ -220,13 +220,14 @@ class StagingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         block = self.in_use.pop(data.draw(st.integers(0, len(self.in_use) - 1)))
-        self.staging.quarantine(block)
+        self.staging.quarantine(block, lambda: block in self.ended)
         self.quarantined.append(block)
 
     @precondition(lambda self: self.quarantined)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        self.staging.settle(self.quarantined.pop(data.draw(st.integers(0, len(self.quarantined) - 1))))
+        self.ended.add(self.quarantined.pop(data.draw(st.integers(0, len(self.quarantined) - 1))))
+        self.staging.usage()  # whoever asks lets it see
 
     @invariant()
     def law(self) -> None:

@@ -1,0 +1,85 @@
+"""Which way bytes come from another node: chosen when a connection is made, by what both sides have.
+
+`auto` takes NIXL where both hosts have an RDMA device and the node offers it, else tcp, which moves verified pages
+faster than NIXL does over TCP. A named transport is the only one used: it works, or reads from that node are misses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.counters import Counters
+from kvstore.errors import ConfigurationError, KvStoreError, NotFound, Unreachable
+from kvstore.model.values import NodeInfo
+from kvstore.transport import Connection, Transport
+from kvstore.transport.nixl import NixlTransport
+from kvstore.transport.nixl_agent import is_installed, rdma_devices
+from kvstore.transport.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+CHOICES = ("auto", "shm", "tcp", "nixl")
+"""Of a client; shm: this host's node by shared memory or not at all, others as with auto."""
+
+
+class Transports:
+    """`staging`: memory that NIXL registers. Thread-safe.
+
+    Raises ConfigurationError for nixl where it is not installed.
+    """
+
+    def __init__(
+        self,
+        choice: str,
+        staging: npt.NDArray[np.uint8],
+        counters: Counters,
+        *,
+        nixl_backend: str = "UCX",
+        nixl_devices: Sequence[str] = (),
+        secret: bytes = b"",
+    ) -> None:
+        if choice not in CHOICES:
+            raise ConfigurationError(f"unknown transport {choice!r}; known: {', '.join(CHOICES)}")
+        if choice == "nixl" and not is_installed():
+            raise ConfigurationError("transport nixl needs the nixl package: pip install 'kvstore[nixl]', or use tcp")
+        self._counters = counters
+        self._forced = choice == "nixl"
+        self._tcp: Transport = TcpTransport(secret)
+        self._nixl: Transport | None = None
+        if self._forced or (choice != "tcp" and is_installed() and rdma_devices()):
+            self._nixl = NixlTransport(staging, backend=nixl_backend, devices=nixl_devices, credential=secret)
+        self._told: set[str] = set()
+
+    @property
+    def path(self) -> str:
+        """The way that is tried first."""
+        return self._nixl.path if self._nixl is not None else self._tcp.path
+
+    def connect(self, node: NodeInfo, deadline_s: float) -> Connection:
+        """See Transport."""
+        if self._nixl is None:
+            return self._tcp.connect(node, deadline_s)
+        try:
+            return self._nixl.connect(node, deadline_s)
+        except (NotFound, Unreachable, ConfigurationError) as exc:
+            if self._forced:
+                if isinstance(exc, NotFound):
+                    raise Unreachable(str(exc)) from exc
+                raise
+            self._tell(node, exc)
+        return self._tcp.connect(node, deadline_s)
+
+    def close(self) -> None:
+        """All connections are closed already. Idempotent."""
+        for transport in (self._nixl, self._tcp):
+            if transport is not None:
+                transport.close()
+
+    def _tell(self, node: NodeInfo, exc: KvStoreError) -> None:
+        self._counters.add("nixl_fallbacks")
+        if node.node_id not in self._told:
+            self._told.add(node.node_id)
+            logger.warning("node %s is read over tcp, although this host has RDMA devices: %s", node.node_id, exc)

@@ -27,8 +27,9 @@ from kvstore.metadata.server import serve_metadata
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
+from kvstore.model.side_object import NeededChunks, SideObject
 from kvstore.model.values import NodeInfo
-from kvstore.node import AcquireAnswer, CommitAnswer, NodeApi, ReserveAnswer
+from kvstore.node import AcquireAnswer, CommitAnswer, NodeApi, ReserveAnswer, SideAnswer
 from kvstore.node.arena.dram import POPULATE_STEP_BYTES
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings, NodeCore
@@ -36,6 +37,7 @@ from kvstore.node.daemon import NodeDaemon, NodeMemory, OnProgress
 from kvstore.node.handover import Seat
 from kvstore.node.lookup import CatalogReader
 from kvstore.node.slots import SlotAllocator
+from kvstore.node.steps import finish
 from kvstore.replication import NodeMover
 from kvstore.rpc.channel import format_address, parse_address
 from kvstore.scheduler.server import serve_router
@@ -303,6 +305,30 @@ class EmbeddedHost:
         """See NodeApi."""
         with self._verb():
             return self.core.remove(self._session, namespace_id, keys)
+
+    def put_side_objects(
+        self,
+        ticket_id: bytes,
+        needed: NeededChunks,
+        objects: Sequence[SideObject],
+        lifetime_ms: int,
+        deadline_s: float,
+    ) -> int:
+        """See NodeApi."""
+        with self._verb():
+            return self.core.side_objects.put(ticket_id, needed, objects, lifetime_ms)
+
+    def get_side_objects(self, ticket_id: bytes, names: Sequence[str], wait_ms: int, deadline_s: float) -> SideAnswer:
+        """See NodeApi. There is nobody to wait for."""
+        with self._verb():
+            answer = finish(self.core.side_objects.look(ticket_id, names))
+            self.core.side_objects.count(answer)
+            return answer
+
+    def drop_ticket(self, ticket_id: bytes, deadline_s: float) -> None:
+        """See NodeApi."""
+        with self._verb():
+            self.core.drop_ticket(self._session, ticket_id)
 
     @contextlib.contextmanager
     def _verb(self) -> Iterator[None]:

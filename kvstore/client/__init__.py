@@ -11,6 +11,7 @@ transport through staging. A miss is a value, never an exception.
 """
 
 from kvstore.client.cache import Cache
+from kvstore.client.handoff import HandoffResult, SideResult
 from kvstore.client.pool_client import Client, connect
 from kvstore.client.values import Destination, Durability, Match, ReadResult, Source, WriteResult
 from kvstore.client.writing import PendingWrite
@@ -20,9 +21,11 @@ __all__ = [
     "Client",
     "Destination",
     "Durability",
+    "HandoffResult",
     "Match",
     "PendingWrite",
     "ReadResult",
+    "SideResult",
     "Source",
     "WriteResult",
     "connect",

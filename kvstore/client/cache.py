@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvstore.client import buffers
+from kvstore.client import buffers, handoff
+from kvstore.client.handoff import HandoffResult, SideResult
 from kvstore.client.host import HostNode
 from kvstore.client.nodes import Nodes
 from kvstore.client.reading import Reading
 from kvstore.client.remote_writing import write_remote
 from kvstore.client.values import Bytes, Durability, Match, ReadResult, WriteResult
 from kvstore.client.writing import PendingWrite
-from kvstore.errors import InvalidRequest, KvStoreError, Unreachable
+from kvstore.errors import InvalidRequest, Unreachable
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Extra, KeyChain, Keys, Tokens
@@ -238,19 +239,67 @@ class Cache:
         return host.api.remove(self.namespace.id, list(keys), _left(end_s))
 
     def release(self, ticket: Ticket, *, deadline_s: float = 1.0) -> None:
-        """The handoff has been read: end its pins on all its nodes. Failing that they run out within a minute."""
-        self._nodes.check_open()
+        """The handoff has been read: end its pins and side objects on all its nodes. Failing that they run out within
+        a minute."""
+        handoff.release(self._nodes, ticket, deadline_s)
+
+    # --- side objects of a handoff -----------------------------------------------------------------------
+
+    def put_side_objects(
+        self,
+        ticket: Ticket,
+        objects: Mapping[str, Any],
+        *,
+        keys: Keys,
+        lifetime_s: float = 60.0,
+        deadline_s: float = 5.0,
+    ) -> float:
+        """Keep small named arrays or CPU tensors for the ticket's reader, on the node that `write` stores on.
+
+        All of them or, where this raises, none. They are handed out while the rank's rectangle of all chunks of
+        `keys` is readable on that node, until `release`, for at most `lifetime_s` (60 at most; what is granted is
+        returned). Raises LayoutMismatch (no numbers, not on the CPU), LimitExceeded (16 objects or 16 MiB a ticket),
+        InvalidRequest (other bytes under a name that the ticket has), CapacityExhausted (the node is full),
+        StaleReference (after `drop_ticket`), Unreachable, DeadlineExceeded.
+        """
+        self._check(keys)
+        packed = handoff.pack(ticket, objects)
+        return handoff.put(self._nodes, self.namespace, self.rectangle, ticket, keys, packed, lifetime_s, deadline_s)
+
+    def read_side_objects(
+        self, ticket: Ticket, *, names: Sequence[str] = (), rank: int | None = None, deadline_s: float = 5.0
+    ) -> SideResult:
+        """Side objects of these names (default: all that are there) from the ticket's nodes, or from that of one rank.
+
+        Waits for what is still coming, as `read` does for chunks. Everything that can go wrong is a reason.
+        """
+        self._nodes.check_process()
+        if self._nodes.closed:
+            return SideResult(reason=MissReason.SESSION_LOST)
+        return handoff.read(self._nodes, ticket, names, rank, deadline_s)
+
+    def read_handoff(
+        self,
+        ticket: Ticket,
+        keys: Keys,
+        into: Any,
+        *,
+        names: Sequence[str] = (),
+        rectangle: Rectangle | None = None,
+        rank: int | None = None,
+        deadline_s: float = 5.0,
+    ) -> HandoffResult:
+        """Chunks as by `read` and side objects as by `read_side_objects`: both whole, or no objects and why."""
         end_s = time.monotonic() + deadline_s
-        for node_id, epoch in dict.fromkeys((rank.node_id, rank.epoch) for rank in ticket.ranks):
-            try:
-                host = self._nodes.host(_left(end_s))
-                if host is not None and host.info.node_id == node_id:
-                    host.api.release((), [ticket.id], _left(end_s))
-                else:
-                    info = self._nodes.node_info(node_id, epoch, _left(end_s))
-                    self._nodes.peer(info, _left(end_s)).api.release((), [ticket.id], _left(end_s))
-            except KvStoreError:
-                self._nodes.counters.add("tickets_left_to_run_out")
+        result = self.read(keys, into, rectangle=rectangle, deadline_s=deadline_s, ticket=ticket)
+        if result.reason is not None:
+            return HandoffResult(result, {}, result.reason)
+        side = self.read_side_objects(ticket, names=names, rank=rank, deadline_s=end_s - time.monotonic())
+        return HandoffResult(result, side.objects, side.reason)
+
+    def drop_ticket(self, ticket: Ticket, *, deadline_s: float = 1.0) -> None:
+        """The writer gives a handoff up: readers that wait for it hear at once, its side objects and pins end."""
+        handoff.drop(self._nodes, ticket, deadline_s)
 
     def _check(self, keys: Keys, *, reads: bool = False) -> None:
         """A closed client still answers reads: with a miss."""

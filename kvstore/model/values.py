@@ -16,7 +16,7 @@ class Tier(enum.IntEnum):
 
 
 class MissReason(enum.StrEnum):
-    """Why a chunk was not delivered. Every miss has exactly one reason and is counted under it."""
+    """Why a chunk, or a side object, was not delivered. Every miss has exactly one reason and is counted under it."""
 
     ABSENT = "absent"
     """No node that was asked holds it."""
@@ -44,6 +44,10 @@ class MissReason(enum.StrEnum):
     """It was on a tier that is out of service."""
     PARENT_MISS = "parent_miss"
     """A chunk before it was a miss; later chunks are of no use."""
+    CHUNK_MISSING = "chunk_missing"
+    """Of side objects: a chunk that they belong to was removed, evicted or never came."""
+    DROPPED = "dropped"
+    """Of side objects: their writer gave the handoff up."""
 
 
 class Outcome(enum.IntEnum):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the supervisor imports modules of this package, and must no
     from kvstore.model.layout import Geometry, Rectangle
     from kvstore.model.namespace import Namespace
     from kvstore.model.prefix import Keys
+    from kvstore.model.side_object import NeededChunks, SideObject
     from kvstore.model.values import MissReason, Outcome
 
 RESERVATION_LIFETIME_MS = 30_000
@@ -71,6 +72,14 @@ class AcquireAnswer:
     """Tokens of the run that this call found on the SSD."""
 
 
+@dataclass(frozen=True, slots=True)
+class SideAnswer:
+    """Side objects of a ticket: all that were asked for, or none and why."""
+
+    objects: tuple[SideObject, ...]
+    reason: MissReason | None
+
+
 class NodeApi(Protocol):
     """A node as seen by one session. Every call is bounded by `deadline_s` (a duration).
 
@@ -109,3 +118,22 @@ class NodeApi(Protocol):
 
     def remove(self, namespace_id: bytes, keys: Sequence[bytes], deadline_s: float) -> int:
         """Remove keys and all below them. Returns how many chunks went."""
+
+    def put_side_objects(
+        self,
+        ticket_id: bytes,
+        needed: NeededChunks,
+        objects: Sequence[SideObject],
+        lifetime_ms: int,
+        deadline_s: float,
+    ) -> int:
+        """Keep side objects for a ticket, all or none, until Release or for the lifetime returned (at most 60 s)."""
+
+    def get_side_objects(self, ticket_id: bytes, names: Sequence[str], wait_ms: int, deadline_s: float) -> SideAnswer:
+        """Side objects of these names (none: all that are there), once their chunks are readable on this node.
+
+        Waits as long as objects or chunks of the ticket keep arriving within `wait_ms`; 0 does not wait.
+        """
+
+    def drop_ticket(self, ticket_id: bytes, deadline_s: float) -> None:
+        """The writer gives the handoff up: its side objects and pins end, and who waits for it hears at once."""

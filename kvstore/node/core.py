@@ -38,6 +38,7 @@ from kvstore.node.news import News
 from kvstore.node.pool import Pool
 from kvstore.node.quotas import Quota, Quotas
 from kvstore.node.reservations import Attempt, Reservations, Writer
+from kvstore.node.side_objects import SideObjects
 from kvstore.node.slots import SlotAllocator
 
 NOTHING_STAGED: Final = range(0)
@@ -98,6 +99,7 @@ class NodeCore:
         seed = random.SystemRandom()
         self.reservations = Reservations(self.pool, seed.getrandbits(47) << 16 | 1)
         self.holds = Holds(allocator.arena_bytes)
+        self.side_objects = SideObjects(self.pool, clock)
         self.sessions: dict[int, Session] = {}
         self.own_slots: set[int] = set()
         """Slots that the node itself fills just now, with what comes back from the SSD."""
@@ -172,6 +174,7 @@ class NodeCore:
         """End what has run out: leases, tickets, reservations, sessions of remote readers."""
         now = self._clock()
         self.holds.expire(now)
+        self.side_objects.expire()
         for attempt in [a for a in self.reservations.attempts.values() if a.expires_s <= now]:
             self.reservations.quarantine(attempt)
         for session in [s for s in self.sessions.values() if not s.shared and s.last_call_s + REMOTE_IDLE_S <= now]:
@@ -388,6 +391,14 @@ class NodeCore:
                 self.holds.end_lease(number)
         for ticket_id in ticket_ids:
             self.holds.end_ticket(ticket_id)
+            self.side_objects.end(ticket_id)
+
+    def drop_ticket(self, session: int, ticket_id: bytes) -> None:
+        """See NodeApi."""
+        self.session(session)
+        self.side_objects.drop(ticket_id)
+        self.holds.end_ticket(ticket_id)
+        self.on_commit()
 
     def remove(self, session: int, namespace_id: bytes, keys: Sequence[bytes]) -> int:
         """See NodeApi. Readers get a miss from now on; grants in the removed part end as REFUSED_STALE."""
@@ -484,6 +495,7 @@ class NodeCore:
             "draining": int(self.draining),
             "catalog_entries": pool.catalog.claimed_count,
             "events_waiting": len(self.news),
+            **self.side_objects.figures(),
             "evictions": pool.counts["removed_evicted"],
             **tier_figures(pool),
             **dict(sorted(pool.counts.items())),
@@ -494,6 +506,7 @@ class NodeCore:
         self.pool.check()
         self.reservations.check([session.writer for session in self.sessions.values()])
         self.holds.check(list(self.pool.forest.chunks.values()))
+        self.side_objects.check()
         used = {copy.slot for chunk in self.pool.forest.chunks.values() for copy in chunk.copies.values()}
         used |= self.own_slots
         used |= {grant.slot for attempt in self.reservations.attempts.values() for grant in attempt.grants.values()}

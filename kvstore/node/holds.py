@@ -40,6 +40,8 @@ class TicketPins:
     expires_s: float
     chunks: dict[Chunk, int] = field(default_factory=dict)
     """Chunk -> bytes that its pin counts."""
+    arrived: int = 0
+    """Chunks that came for it, pinned or not: it grows while its writers go on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +117,7 @@ class Holds:
                 return len(chunks)
             pins = self.tickets[ticket_id] = TicketPins(expires_s)
         pins.expires_s = expires_s
+        pins.arrived += len(chunks)
         return sum(not self._hold(pins.chunks, chunk, size_of(chunk)) for chunk in chunks)
 
     def _hold(self, chunks: dict[Chunk, int], chunk: Chunk, size: int) -> bool:

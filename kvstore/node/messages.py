@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
-from kvstore.node import AcquireAnswer, CommitAnswer, ReserveAnswer, ShardPlace
+from kvstore.node import AcquireAnswer, CommitAnswer, ReserveAnswer, ShardPlace, SideAnswer
 from kvstore.rpc import wire
 from kvstore.rpc.v1 import node_pb2
 
@@ -36,6 +36,13 @@ def _outcome(value: int) -> Outcome:
         return _OUTCOMES[value]
     except KeyError:
         raise InvalidRequest(f"the node answered with the unknown outcome {value}; update this client") from None
+
+
+def _reason(value: str) -> MissReason | None:
+    try:
+        return MissReason(value) if value else None
+    except ValueError as exc:
+        raise InvalidRequest(f"the node answered with an unknown reason: {exc}; update this client") from exc
 
 
 def reserve_to_message(answer: ReserveAnswer, lifetime_ms: int) -> node_pb2.ReserveResponse:
@@ -103,10 +110,7 @@ def acquire_to_message(answer: AcquireAnswer) -> node_pb2.AcquireResponse:
 
 def acquire_from_message(message: node_pb2.AcquireResponse) -> AcquireAnswer:
     """The inverse; raises InvalidRequest on an unknown reason and on places outside the run."""
-    try:
-        reason = MissReason(message.miss_reason) if message.miss_reason else None
-    except ValueError as exc:
-        raise InvalidRequest(f"the node answered with an unknown reason: {exc}; update this client") from exc
+    reason = _reason(message.miss_reason)
     places = [
         ShardPlace(
             place.index,
@@ -123,6 +127,22 @@ def acquire_from_message(message: node_pb2.AcquireResponse) -> AcquireAnswer:
     return AcquireAnswer(
         message.run, places, message.lease, message.lease_ms, reason, message.epoch, message.more, message.ssd_tokens
     )
+
+
+def side_to_message(answer: SideAnswer) -> node_pb2.GetSideObjectsResponse:
+    """Objects or a reason."""
+    return node_pb2.GetSideObjectsResponse(
+        objects=wire.side_objects_to_messages(answer.objects),
+        miss_reason="" if answer.reason is None else answer.reason.value,
+    )
+
+
+def side_from_message(message: node_pb2.GetSideObjectsResponse) -> SideAnswer:
+    """The inverse; raises InvalidRequest unless the answer is either objects or a reason."""
+    answer = SideAnswer(tuple(wire.side_objects_from_messages(message.objects)), _reason(message.miss_reason))
+    if bool(answer.objects) == (answer.reason is not None):
+        raise InvalidRequest("the node answered neither side objects nor a reason, or both; update one of the two")
+    return answer
 
 
 def put_requests(

@@ -13,8 +13,9 @@ from kvstore.errors import InvalidRequest, KvStoreError
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
+from kvstore.model.side_object import NeededChunks, SideObject
 from kvstore.model.values import NodeInfo, Outcome
-from kvstore.node import AcquireAnswer, CommitAnswer, ReserveAnswer, messages
+from kvstore.node import AcquireAnswer, CommitAnswer, ReserveAnswer, SideAnswer, messages
 from kvstore.rpc import handshake, wire
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import node_pb2, node_pb2_grpc
@@ -129,6 +130,37 @@ class RemoteNode:
         """See NodeApi."""
         request = node_pb2.RemoveRequest(session=self.session, namespace_id=namespace_id, keys=b"".join(keys))
         return int(self._verb("Remove", request, deadline_s).removed_chunks)
+
+    def put_side_objects(
+        self,
+        ticket_id: bytes,
+        needed: NeededChunks,
+        objects: Sequence[SideObject],
+        lifetime_ms: int,
+        deadline_s: float,
+    ) -> int:
+        """See NodeApi."""
+        request = node_pb2.PutSideObjectsRequest(
+            session=self.session,
+            ticket_id=ticket_id,
+            namespace_id=needed.namespace_id,
+            last_key=needed.last_key,
+            rectangle=wire.rectangle_to_message(needed.rectangle),
+            lifetime_ms=lifetime_ms,
+            objects=wire.side_objects_to_messages(objects),
+        )
+        return int(self._verb("PutSideObjects", request, deadline_s).lifetime_ms)
+
+    def get_side_objects(self, ticket_id: bytes, names: Sequence[str], wait_ms: int, deadline_s: float) -> SideAnswer:
+        """See NodeApi."""
+        request = node_pb2.GetSideObjectsRequest(
+            session=self.session, ticket_id=ticket_id, names=names, wait_ms=wait_ms
+        )
+        return messages.side_from_message(self._channel.call(self._stub.GetSideObjects, request, deadline_s))
+
+    def drop_ticket(self, ticket_id: bytes, deadline_s: float) -> None:
+        """See NodeApi."""
+        self._verb("DropTicket", node_pb2.DropTicketRequest(session=self.session, ticket_id=ticket_id), deadline_s)
 
     def put(
         self, keys: Keys, shard: int, payloads: Iterable[npt.NDArray[np.uint8]], deadline_s: float

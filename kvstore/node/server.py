@@ -31,6 +31,7 @@ from kvstore.node import (
 )
 from kvstore.node.core import NOTHING_STAGED, REMOTE_IDLE_S, NodeCore
 from kvstore.node.messages import STREAM_LIMIT_S
+from kvstore.node.side_verbs import SideVerbs
 from kvstore.node.streams import PageStreams, next_part
 from kvstore.node.tiers import TierStack
 from kvstore.rpc import handshake, wire
@@ -68,6 +69,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._more_stats = more_stats
         self._committed = asyncio.Event()
         core.on_commit = self._wake_waiters
+        self._side = SideVerbs(core, lambda: self._committed)
 
     async def OpenSession(self, request: node_pb2.OpenSessionRequest, _: Any) -> node_pb2.OpenSessionResponse:
         """A session without shared memory."""
@@ -133,7 +135,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         _ticket_id(request.ticket_id)
         if request.ticket_id:
             wait_s = min(request.wait_ms or HANDOFF_WAIT_MS, WAIT_LIMIT_MS) / 1000
-            await self._wait_for(request.session, keys, rectangle, wait_s, context)
+            await self._wait_for(request.session, keys, rectangle, wait_s, context, request.ticket_id)
         staged, reason = NOTHING_STAGED, None
         if request.lease_ms and self._tiers is not None:
             staged, reason = await self._stage(self._tiers, request.session, keys, rectangle, context)
@@ -207,8 +209,11 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         ssd_tokens = self._core.use(session, keys.slice(0, run), staged)
         return self._core.lease(session, keys, answer, lease_ms, staged, ssd_tokens, unstaged)
 
-    async def _wait_for(self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any) -> None:
-        """Until all keys are there, or the run has not grown for `wait_s`, or the call's time is nearly up.
+    async def _wait_for(
+        self, session: int, keys: Keys, rectangle: Rectangle, wait_s: float, context: Any, ticket_id: bytes
+    ) -> None:
+        """Until all keys are there, the run has not grown for `wait_s`, the writer gave the ticket up, or the call's
+        time is nearly up.
 
         Each look begins where the last one ended: a long chain must not be walked again for every commit.
         """
@@ -217,7 +222,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         while True:
             more = self._core.present_run(session, keys.slice(run, len(keys)), rectangle)
             run += more
-            if run == len(keys):
+            if run == len(keys) or self._core.side_objects.dropped(ticket_id):
                 return
             if more:
                 patience_ends = loop.time() + wait_s
@@ -234,6 +239,21 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         tickets = [blob[at : at + 16] for at in range(0, len(blob), 16)]
         self._core.release(request.session, list(request.leases), tickets)
         return node_pb2.ReleaseResponse()
+
+    async def PutSideObjects(self, request: node_pb2.PutSideObjectsRequest, _: Any) -> node_pb2.PutSideObjectsResponse:
+        """Keeps small tensors for the reader of a ticket."""
+        return self._side.put(request)
+
+    async def GetSideObjects(
+        self, request: node_pb2.GetSideObjectsRequest, context: Any
+    ) -> node_pb2.GetSideObjectsResponse:
+        """Hands them out once their chunks are there."""
+        return await self._side.get(request, min(request.wait_ms, WAIT_LIMIT_MS) / 1000, context)
+
+    async def DropTicket(self, request: node_pb2.DropTicketRequest, _: Any) -> node_pb2.DropTicketResponse:
+        """The writer gives a handoff up."""
+        self._core.drop_ticket(request.session, wire.check_key("ticket_id", request.ticket_id))
+        return node_pb2.DropTicketResponse()
 
     async def Remove(self, request: node_pb2.RemoveRequest, _: Any) -> node_pb2.RemoveResponse:
         """Removes keys and all below them."""

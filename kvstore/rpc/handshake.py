@@ -26,7 +26,16 @@ HANDSHAKE_VERSION: Final = 1
 _COUNT: Final = struct.Struct("<H")
 _SEQUENCE: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<BBI")
-VERBS: Final = ("RegisterNamespace", "Reserve", "Commit", "Abort", "Release", "Remove")
+VERBS: Final = (
+    "RegisterNamespace",
+    "Reserve",
+    "Commit",
+    "Abort",
+    "Release",
+    "Remove",
+    "PutSideObjects",
+    "DropTicket",
+)
 """Methods of NodeService that a CALL may name; its second byte is the place in this list. All answer at once."""
 CALL_LIMIT_BYTES: Final = 96 << 10
 """Longest request of a CALL; the answers of these verbs are shorter than their requests, or a few bytes long."""

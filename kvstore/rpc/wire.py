@@ -18,6 +18,7 @@ from kvstore import errors
 from kvstore.errors import InvalidRequest, KvStoreError, LimitExceeded
 from kvstore.model.layout import GEOMETRY_RECTANGLES_LIMIT, Geometry, Rectangle
 from kvstore.model.prefix import KEY_BYTES, Keys
+from kvstore.model.side_object import DIMENSIONS_LIMIT, SIDE_OBJECTS_A_TICKET, SideObject
 from kvstore.model.ticket import Ticket, TicketRank
 from kvstore.model.values import NodeInfo
 from kvstore.rpc.v1 import node_pb2, scheduler_pb2
@@ -31,8 +32,8 @@ TEXT_LIMIT_BYTES: Final = 256
 TICKET_RANKS_LIMIT: Final = 1024
 """Most writing ranks of one ticket."""
 
-MESSAGE_LIMIT_BYTES: Final = 16 << 20
-"""Largest gRPC message, both ways: the largest legal one (65,536 index events) takes about 5 MiB."""
+MESSAGE_LIMIT_BYTES: Final = 17 << 20
+"""Largest gRPC message, both ways: the largest legal one has the side objects of a ticket, 16 MiB."""
 
 ERROR_METADATA_KEY: Final = "kvstore-error"
 """Trailing metadata that carries the class name of the error."""
@@ -200,6 +201,25 @@ def ticket_from_message(message: scheduler_pb2.Ticket) -> Ticket:
             for rank in message.ranks
         ),
     )
+
+
+# --- side objects --------------------------------------------------------------------------------------------
+
+
+def side_objects_to_messages(objects: Sequence[SideObject]) -> list[node_pb2.SideObject]:
+    """In the same order."""
+    return [
+        node_pb2.SideObject(name=o.name, dtype=o.dtype, shape=o.shape, data=o.data, checksum=o.checksum)
+        for o in objects
+    ]
+
+
+def side_objects_from_messages(messages: Sequence[node_pb2.SideObject]) -> list[SideObject]:
+    """Raises InvalidRequest or LimitExceeded naming the object. Checksums are the reader's to compare."""
+    check_count("objects", len(messages), SIDE_OBJECTS_A_TICKET)
+    for message in messages:
+        check_count("objects.shape", len(message.shape), DIMENSIONS_LIMIT)
+    return [SideObject(m.name, m.dtype, tuple(m.shape), m.data, m.checksum) for m in messages]
 
 
 # --- errors --------------------------------------------------------------------------------------------------

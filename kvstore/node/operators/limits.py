@@ -7,11 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigurationError
+from kvstore.model.side_object import SIDE_BYTES_A_TICKET, SIDE_OBJECTS_A_TICKET
 from kvstore.node import KEYS_LIMIT
 from kvstore.node.arena.dram import available_bytes
 from kvstore.node.catalog import BUCKET_ENTRIES, UNIT_BYTES, CatalogShape
 from kvstore.node.core import SESSIONS_LIMIT, CoreSettings
 from kvstore.node.holds import LEASES, LEASES_PER_SESSION, NAMED_PINS, PINNED_SHARE, TICKETS
+from kvstore.node.side_objects import SIDE_BYTES, SIDE_TICKETS
 from kvstore.setting_types import size_text
 
 
@@ -69,6 +71,10 @@ def effective_limits(dram_bytes: int, slots: int, room_chunks: int, core: CoreSe
         "tickets": TICKETS,
         "pins": NAMED_PINS,
         "keys_a_call": KEYS_LIMIT,
+        "side_objects_a_ticket": SIDE_OBJECTS_A_TICKET,
+        "side_bytes_a_ticket": SIDE_BYTES_A_TICKET,
+        "side_bytes": SIDE_BYTES,
+        "side_tickets": SIDE_TICKETS,
     }
 
 

@@ -363,3 +363,73 @@ class GetResponse(_message.Message):
     data: bytes
     end_reason: str
     def __init__(self, head: _Optional[_Union[GetHead, _Mapping]] = ..., data: _Optional[bytes] = ..., end_reason: _Optional[str] = ...) -> None: ...
+
+class SideObject(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "data", "checksum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    checksum: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PutSideObjectsRequest(_message.Message):
+    __slots__ = ("session", "ticket_id", "namespace_id", "last_key", "rectangle", "lifetime_ms", "objects")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_KEY_FIELD_NUMBER: _ClassVar[int]
+    RECTANGLE_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    ticket_id: bytes
+    namespace_id: bytes
+    last_key: bytes
+    rectangle: Rectangle
+    lifetime_ms: int
+    objects: _containers.RepeatedCompositeFieldContainer[SideObject]
+    def __init__(self, session: _Optional[int] = ..., ticket_id: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., last_key: _Optional[bytes] = ..., rectangle: _Optional[_Union[Rectangle, _Mapping]] = ..., lifetime_ms: _Optional[int] = ..., objects: _Optional[_Iterable[_Union[SideObject, _Mapping]]] = ...) -> None: ...
+
+class PutSideObjectsResponse(_message.Message):
+    __slots__ = ("lifetime_ms",)
+    LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
+    lifetime_ms: int
+    def __init__(self, lifetime_ms: _Optional[int] = ...) -> None: ...
+
+class GetSideObjectsRequest(_message.Message):
+    __slots__ = ("session", "ticket_id", "names", "wait_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    ticket_id: bytes
+    names: _containers.RepeatedScalarFieldContainer[str]
+    wait_ms: int
+    def __init__(self, session: _Optional[int] = ..., ticket_id: _Optional[bytes] = ..., names: _Optional[_Iterable[str]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class GetSideObjectsResponse(_message.Message):
+    __slots__ = ("objects", "miss_reason")
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    objects: _containers.RepeatedCompositeFieldContainer[SideObject]
+    miss_reason: str
+    def __init__(self, objects: _Optional[_Iterable[_Union[SideObject, _Mapping]]] = ..., miss_reason: _Optional[str] = ...) -> None: ...
+
+class DropTicketRequest(_message.Message):
+    __slots__ = ("session", "ticket_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    ticket_id: bytes
+    def __init__(self, session: _Optional[int] = ..., ticket_id: _Optional[bytes] = ...) -> None: ...
+
+class DropTicketResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

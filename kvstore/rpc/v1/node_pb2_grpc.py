@@ -99,6 +99,21 @@ class NodeServiceStub(object):
                 request_serializer=kvstore_dot_v1_dot_node__pb2.GetRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.GetResponse.FromString,
                 _registered_method=True)
+        self.PutSideObjects = channel.unary_unary(
+                '/kvstore.v1.NodeService/PutSideObjects',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.PutSideObjectsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.PutSideObjectsResponse.FromString,
+                _registered_method=True)
+        self.GetSideObjects = channel.unary_unary(
+                '/kvstore.v1.NodeService/GetSideObjects',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.GetSideObjectsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.GetSideObjectsResponse.FromString,
+                _registered_method=True)
+        self.DropTicket = channel.unary_unary(
+                '/kvstore.v1.NodeService/DropTicket',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.DropTicketRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.DropTicketResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -195,6 +210,28 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutSideObjects(self, request, context):
+        """Keeps small named tensors for the reader of a ticket, beside its chunks: all of the call or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSideObjects(self, request, context):
+        """Hands out what was put for a ticket, if all chunks that it belongs to are readable on this node. Reading does not
+        end it; Release of the ticket does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropTicket(self, request, context):
+        """The writer gives a handoff up: its side objects and pins end, and readers that wait for it hear at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -262,6 +299,21 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.GetRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.GetResponse.SerializeToString,
+            ),
+            'PutSideObjects': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutSideObjects,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.PutSideObjectsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.PutSideObjectsResponse.SerializeToString,
+            ),
+            'GetSideObjects': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSideObjects,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.GetSideObjectsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.GetSideObjectsResponse.SerializeToString,
+            ),
+            'DropTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropTicket,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.DropTicketRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.DropTicketResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -615,6 +667,87 @@ class NodeService(object):
             '/kvstore.v1.NodeService/Get',
             kvstore_dot_v1_dot_node__pb2.GetRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.GetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutSideObjects(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeService/PutSideObjects',
+            kvstore_dot_v1_dot_node__pb2.PutSideObjectsRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.PutSideObjectsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSideObjects(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeService/GetSideObjects',
+            kvstore_dot_v1_dot_node__pb2.GetSideObjectsRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.GetSideObjectsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeService/DropTicket',
+            kvstore_dot_v1_dot_node__pb2.DropTicketRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.DropTicketResponse.FromString,
             options,
             channel_credentials,
             insecure,

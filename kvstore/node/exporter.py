@@ -27,6 +27,7 @@ _GAUGES: Final[dict[str, Gauge]] = {
     "tickets": metrics.TICKETS,
     "pins": metrics.PINS,
     "pinned_bytes": metrics.PINNED_BYTES,
+    "side_bytes": metrics.SIDE_BYTES,
     "events_waiting": metrics.EVENTS_WAITING,
     "draining": metrics.DRAINING,
     "cleaner_waiting_chunks": metrics.CLEANER_WAITING_CHUNKS,
@@ -67,6 +68,7 @@ _FAMILIES: Final[dict[str, PromCounter]] = {
     "reserve_": metrics.OUTCOMES,
     "acquire_miss_tokens_": metrics.MISS_TOKENS,
     "acquire_miss_": metrics.MISSES,
+    "side_miss_": metrics.SIDE_MISSES,
     "removed_": metrics.DEPARTED_CHUNKS,
     "ssd_errors_": metrics.SSD_ERRORS,
 }

@@ -55,7 +55,7 @@ STATUS = {
     "too many bytes": ("FAILED_PRECONDITION", "has 262144 bytes, more were sent"),
     "more after the last chunk": ("INVALID_ARGUMENT", "after the last of 1 chunks"),
     "piece over the limit": ("INVALID_ARGUMENT", "1048576"),
-    "message over the limit": ("RESOURCE_EXHAUSTED", "16777216"),
+    "message over the limit": ("RESOURCE_EXHAUSTED", "17825792"),
     "Reserve without shared memory": ("PERMISSION_DENIED", "Put"),
     "Commit without shared memory": ("PERMISSION_DENIED", "Put"),
     "bytes that are no message": ("UNKNOWN", ""),

@@ -15,7 +15,7 @@ from kvstore.model.layout import CHUNK_BYTES_LIMIT, GEOMETRY_RECTANGLES_LIMIT, G
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import SECRET_LIMIT_BYTES, Extra, ExtraKind, KeyChain
 from kvstore.model.values import MissReason, Outcome
-from kvstore.node import KEYS_LIMIT, LEASE_LIMIT_MS, core, messages, server, streams
+from kvstore.node import KEYS_LIMIT, LEASE_LIMIT_MS, TICKET_LIFETIME_MS, core, messages, server, side_objects, streams
 from kvstore.node.catalog import NAMESPACE_LIMIT
 from kvstore.rpc import serving, wire
 
@@ -80,7 +80,7 @@ def test_non_ascii_descriptions_are_escaped_as_documented() -> None:
 
 
 def test_limits() -> None:
-    from kvstore.model import namespace
+    from kvstore.model import namespace, side_object
 
     found = {name: int(value.split()[0]) for name, value in rows(SERVICE, "Limits")}
     assert found == {
@@ -100,6 +100,12 @@ def test_limits() -> None:
         "time for one chunk of a Put": streams.CHUNK_LIMIT_S,
         "lease of an Acquire": LEASE_LIMIT_MS,
         "calls of a server at a time": serving.CONCURRENT_CALLS_LIMIT,
+        "side objects of a ticket": side_object.SIDE_OBJECTS_A_TICKET,
+        "their bytes": side_object.SIDE_BYTES_A_TICKET,
+        "their lifetime": TICKET_LIFETIME_MS,
+        "their names": side_object.NAME_LIMIT_BYTES,
+        "side objects of a node": side_objects.SIDE_BYTES,
+        "tickets with side objects of a node": side_objects.SIDE_TICKETS,
     }
 
 

@@ -110,6 +110,9 @@ def read(nodes: Nodes, ticket: Ticket, names: Sequence[str], rank: int | None, d
             nodes.counters.add("side_objects_read", len(found.objects))
             nodes.counters.add("side_bytes_read", sum(len(each.data) for each in found.objects.values()))
             return found
+        if found.reason is MissReason.DROPPED:
+            reason = found.reason
+            break
         if reason is MissReason.ABSENT:  # what a node knows says more than that another one knows nothing
             reason = found.reason
     nodes.counters.add(f"side_misses_{reason.value}")

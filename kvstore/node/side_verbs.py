@@ -63,7 +63,6 @@ class SideVerbs:
         loop = asyncio.get_running_loop()
         arrived, patience_ends = self._arrived(ticket_id), loop.time() + wait_s
         while True:
-            change = self._next_change()  # before the look: a long one gives others their turn
             self._core.session(session)
             answer = await in_turns(self._core.side_objects.look(ticket_id, names))
             if answer.reason is None or answer.reason is MissReason.DROPPED:
@@ -75,7 +74,7 @@ class SideVerbs:
             if left_s <= 0:
                 return answer
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(change.wait(), left_s)
+                await asyncio.wait_for(self._next_change().wait(), left_s)
 
     def _arrived(self, ticket_id: bytes) -> tuple[int, int]:
         """Chunks and objects of a ticket so far: what grows while its writers go on."""

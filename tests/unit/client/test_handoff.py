@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,16 @@ import pytest
 
 import kvstore
 from kvstore.client import Cache, Client, HandoffResult, SideResult, connect
-from kvstore.errors import InvalidRequest, KvStoreError, LayoutMismatch, LimitExceeded, StaleReference, Unreachable
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvStoreError,
+    LayoutMismatch,
+    LimitExceeded,
+    SessionLost,
+    StaleReference,
+    Unreachable,
+)
 from kvstore.metadata import NodeStatus
 from kvstore.metadata.embedded import EmbeddedIndex
 from kvstore.model.prefix import Keys
@@ -256,6 +266,9 @@ def test_an_idle_session_that_ended_is_opened_again(handoff: Handoff) -> None:
 def test_a_node_that_is_gone_is_a_reason(handoff: Handoff) -> None:
     handoff.ticket = replace(handoff.ticket, ranks=(TicketRank("gone", 3, LAYOUT.whole),))
     assert handoff.reader.read_side_objects(handoff.ticket).reason is MissReason.UNREACHABLE
+    here = ticket_of(handoff.keys, handoff.node.info).ranks
+    both = replace(handoff.ticket, ranks=here + handoff.ticket.ranks)
+    assert handoff.reader.read_side_objects(both).reason is MissReason.UNREACHABLE, "it may have them"
     nowhere = replace(handoff.ticket, ranks=())
     assert handoff.reader.read_side_objects(nowhere).reason is MissReason.ABSENT
     handoff.writer.drop_ticket(handoff.ticket)
@@ -285,9 +298,17 @@ def test_a_rank_that_the_ticket_lacks_is_refused(handoff: Handoff) -> None:
             handoff.reader.read_side_objects(handoff.ticket, rank=rank)
 
 
-@pytest.mark.parametrize("error", [KvStoreError("odd"), Unreachable("no")])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KvStoreError("odd"), MissReason.UNREACHABLE),
+        (Unreachable("no"), MissReason.UNREACHABLE),
+        (DeadlineExceeded("late"), MissReason.DEADLINE),
+        (SessionLost("again"), MissReason.SESSION_LOST),
+    ],
+)
 def test_errors_of_the_other_side_are_reasons(
-    handoff: Handoff, monkeypatch: pytest.MonkeyPatch, error: KvStoreError
+    handoff: Handoff, monkeypatch: pytest.MonkeyPatch, error: KvStoreError, reason: MissReason
 ) -> None:
     def fail(*_: object) -> SideResult:
         raise error
@@ -295,7 +316,23 @@ def test_errors_of_the_other_side_are_reasons(
     from kvstore.node.remote import RemoteNode
 
     monkeypatch.setattr(RemoteNode, "get_side_objects", fail)
-    assert handoff.reader.read_side_objects(handoff.ticket).reason is MissReason.UNREACHABLE
+    assert handoff.reader.read_side_objects(handoff.ticket).reason is reason
+
+
+def test_chunks_and_objects_have_one_deadline(handoff: Handoff, monkeypatch: pytest.MonkeyPatch) -> None:
+    handoff.write()
+    handoff.put()
+    late_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    monkeypatch.setattr("kvstore.client.cache.time", clock)
+
+    class Slow:
+        def scatter(self, index: int, piece: object, layer_start: int, head_start: int) -> None:
+            nonlocal late_s
+            late_s = 60.0
+
+    found = handoff.reader.read_handoff(handoff.ticket, handoff.keys, Slow())
+    assert (found.read.chunks, found.objects, found.reason) == (3, {}, MissReason.DEADLINE)
 
 
 # --- several nodes -------------------------------------------------------------------------------------------
@@ -336,6 +373,10 @@ def test_the_last_ranks_node_is_waited_for_and_the_others_are_asked_after_it(
         assert same(near.read_side_objects(ticket), {"last": HIDDEN})
         assert same(near.read_side_objects(ticket, names=["first"]), {"first": LOGITS})
         assert same(near.read_side_objects(ticket, rank=0), {"first": LOGITS})
+        distant.release(ticket)
+        gone = replace(ticket, ranks=ticket.ranks[1:])
+        near.drop_ticket(gone)
+        assert near.read_side_objects(ticket).reason is MissReason.DROPPED, "what is left of it elsewhere is of no use"
         near.drop_ticket(ticket)
         for rank in (0, 1):
             assert near.read_side_objects(ticket, rank=rank).reason is MissReason.DROPPED
@@ -349,8 +390,8 @@ def test_a_writer_without_shared_memory_puts_by_grpc(node: NodeThread) -> None:
         cache = client.bind(namespace())
         keys = cache.keys(prompt(1, 48))
         ticket = ticket_of(keys, node.info)
-        assert cache.write(keys, pages_of(keys)).visible == 3
         cache.put_side_objects(ticket, BOTH, keys=keys)
+        assert cache.write(keys, pages_of(keys)).visible == 3
         assert same(cache.read_handoff(ticket, keys, poisoned(cache, 3)), BOTH)
 
 
@@ -390,6 +431,8 @@ def test_a_pool_in_one_process_does_the_same(cache: Cache, local: tuple[Keys, Ti
     assert same(cache.read_handoff(ticket, keys, poisoned(cache, 1)), BOTH)
     stats = cache._nodes.stats()
     assert (stats["side_objects_put"], stats["side_objects_read"]) == (4, 2)
+    own: Any = cache._nodes.host()
+    assert own.core.stats()["side_objects_read"] == 2
     assert stats["side_bytes_read"] == HIDDEN.nbytes + LOGITS.nbytes and stats["side_misses_absent"] == 1
     cache.drop_ticket(ticket)
     assert cache.read_side_objects(ticket).reason is MissReason.DROPPED
@@ -424,6 +467,8 @@ def test_tensors_come_back(cache: Cache, local: tuple[Keys, Ticket], dtype: str,
     tensor = torch.ones(shape).mul(1.5).to(getattr(torch, dtype))
     if len(shape) == 2:
         tensor = tensor.T.contiguous().T  # the rows are not one run
+    elif shape:
+        tensor = tensor[:1].expand(shape)  # one element in memory
     cache.put_side_objects(ticket, {"x": tensor}, keys=keys)
     found = cache.read_side_objects(ticket).objects["x"]
     assert (found.dtype, found.shape) == (dtype, shape)

@@ -150,6 +150,30 @@ def test_a_chunk_that_leaves_during_a_long_look_is_noticed(setting: Setting, mon
     assert finish(steps).reason is MissReason.CHUNK_MISSING
 
 
+def test_a_chunk_that_is_being_written_anew_during_a_long_look_is_noticed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_objects, "STEP_CHUNKS", 1)
+    setting.write()
+    setting.put()
+    steps = setting.table.look(TICKET)
+    next(steps)
+    next(steps)
+    setting.core.remove(setting.session.number, SPACE.id, [KEYS[2]])
+    setting.node.reserve(setting.session, KEYS)
+    assert finish(steps).reason is MissReason.CHUNK_MISSING
+
+
+def test_a_prefix_without_its_beginning_is_none(setting: Setting) -> None:
+    setting.write(ticket=b"")
+    setting.put()
+    first = setting.core.pool.forest.get(KEYS[0])
+    assert first is not None
+    setting.core.drop(first, "broken")
+    assert len(setting.core.pool.forest) == 2
+    assert setting.reason() is MissReason.CHUNK_MISSING
+
+
 def test_a_ticket_that_ends_during_a_long_look_is_a_miss(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_objects, "STEP_CHUNKS", 1)
     setting.write()

@@ -14,6 +14,7 @@ from small_node import SMALL, SmallNode, keys_of, namespace
 
 from kvstore.errors import InvalidRequest, KvStoreError, LimitExceeded, SessionLost
 from kvstore.model.side_object import SideObject
+from kvstore.node import server
 from kvstore.node.server import NodeServicer, SessionVerbs
 from kvstore.node.streams import PageStreams
 from kvstore.rpc import wire
@@ -140,6 +141,14 @@ def test_a_reader_gives_up_when_nothing_more_arrives_or_its_time_is_up() -> None
     run(work())
 
 
+def test_a_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(server, "WAIT_LIMIT_MS", 20)
+        assert (await Setting().get(wait_ms=2**32 - 1)).miss_reason == "absent"
+
+    run(work())
+
+
 def test_patience_begins_anew_with_everything_that_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and objects of the ticket, not those of others."""
 
@@ -152,8 +161,9 @@ def test_patience_begins_anew_with_everything_that_arrives(monkeypatch: pytest.M
         await turns()
         for arrive in (
             lambda: setting.commit(attempt, [0]),
-            lambda: setting.put("other"),
             lambda: setting.commit(attempt, [1]),
+            lambda: setting.put("other"),
+            setting.core.on_commit,  # somebody else's
         ):
             late_s += 3.0
             arriving = arrive()
@@ -161,8 +171,8 @@ def test_patience_begins_anew_with_everything_that_arrives(monkeypatch: pytest.M
                 await arriving
             await turns()
             assert not task.done()
-        late_s += 6.0
-        setting.core.on_commit()  # somebody else's
+        late_s += 3.0
+        setting.core.on_commit()
         assert (await task).miss_reason == "absent"
 
     run(work(), limit_s=60.0)

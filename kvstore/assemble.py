@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore import metrics
 from kvstore.client import Client
+from kvstore.client.transports import Way
 from kvstore.client.values import Bytes
 from kvstore.config import MetadataSettings, NodeSettings, RouterSettings, Settings
 from kvstore.metadata.remote import RemoteIndex
@@ -34,6 +35,7 @@ from kvstore.node.arena.dram import POPULATE_STEP_BYTES
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.daemon import NodeDaemon, NodeMemory, OnProgress
+from kvstore.node.data_paths import read_secret
 from kvstore.node.handover import Seat
 from kvstore.node.lookup import CatalogReader
 from kvstore.node.slots import SlotAllocator
@@ -145,7 +147,13 @@ async def _start_node(
     index = RemoteIndex(metadata_address) if metadata_address else None
     if index is not None:
         stack.callback(index.close)
-    daemon = NodeDaemon(settings, index, seat, make_mover=NodeMover, on_progress=on_progress)
+    way = Way(
+        settings.transport,
+        settings.nixl_backend,
+        tuple(device for device in settings.nixl_devices.split(",") if device),
+        read_secret(settings.peer_secret_file),
+    )
+    daemon = NodeDaemon(settings, index, seat, make_mover=lambda core: NodeMover(core, way), on_progress=on_progress)
     facts = await daemon.start()
     stack.push_async_callback(daemon.stop)
     return {**facts, "metadata_address": metadata_address}

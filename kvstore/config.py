@@ -30,6 +30,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from kvstore.errors import ConfigurationError
 from kvstore.setting_types import (
     Count,
+    File,
     Folder,
     Host,
     ListenAddress,
@@ -102,6 +103,25 @@ class NodeSettings(Settings):
         default="127.0.0.1:0",
         description="Address of the tcp transport, from which other hosts read pages. Give a fixed port to open it in "
         "a firewall.",
+    )
+    transport: Name = Field(
+        default="auto",
+        description="What other hosts read pages with, besides tcp, which is always there. `auto`: NIXL where this "
+        "host has an RDMA device and the nixl package. `nixl`: NIXL, or the node does not start. `tcp`: nothing else.",
+    )
+    nixl_backend: Name = Field(
+        default="UCX",
+        description="NIXL's back-end: `UCX` (RDMA, NVLink, TCP) or `LIBFABRIC` (EFA). Readers must use the same.",
+    )
+    nixl_devices: Name = Field(
+        default="",
+        description="Network devices for NIXL, separated by commas, for example `mlx5_0:1,mlx5_1:1`; one that is not "
+        "there is an error. Empty: all.",
+    )
+    peer_secret_file: File = Field(
+        default="",
+        description="File with a secret that readers on other hosts, and other nodes, must show before they may read "
+        "this node's memory. It travels in plain. Empty: everybody may who reaches data_address.",
     )
     advertise: Host = Field(
         default="",
@@ -177,6 +197,9 @@ class NodeSettings(Settings):
     def _check_reach(self) -> Self:
         _check_listen(self, ("control_address", "metrics_address", "data_address"))
         hosts = {split_address(address)[0] for address in (self.control_address, self.data_address)}
+        for name, known in (("transport", ("auto", "tcp", "nixl")), ("nixl_backend", ("UCX", "LIBFABRIC"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
         if not self.advertise and any(is_wildcard(host) for host in hosts):
             raise ValueError("advertise must name this host when an address listens everywhere (0.0.0.0 or ::)")
         return self

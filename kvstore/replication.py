@@ -20,10 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from kvstore.client import Cache, Client, connect
+from kvstore.client import Cache, Client
 from kvstore.client.buffers import ChunkArray
-from kvstore.client.host import HostNode
+from kvstore.client.host import HostNode, SocketHost
 from kvstore.client.remote import Delivery, RemoteRead, read_remote
+from kvstore.client.transports import Way
 from kvstore.draining import Drain
 from kvstore.errors import (
     CapacityExhausted,
@@ -49,6 +50,7 @@ ASKED_LIMIT = 64
 WINDOW_BYTES = 32 << 20
 """Slots that one pull reserves at a time; at most an eighth of the arena."""
 STAGING_BYTES = 32 << 20
+_OPEN_S = 5.0
 _STORE_SHARE, _STORE_LIMIT_S = 0.1, 1.0
 """Part of the deadline, and most seconds of it, that are kept for the Commit or Abort after the last byte came."""
 _ANSWER_S = 1.5
@@ -67,8 +69,9 @@ Wanted = Sequence[tuple[Geometry, tuple[int, ...]]]
 class NodeMover:
     """`kvstore.node.operators.moving.Mover` for the node around `core`. Made and used on the node's event loop."""
 
-    def __init__(self, core: NodeCore) -> None:
+    def __init__(self, core: NodeCore, way: Way | None = None) -> None:
         self._core = core
+        self._way = way or Way()
         self._threads = ThreadPoolExecutor(PULLS, thread_name_prefix="kvstore-pull")
         self._lock = threading.Lock()
         self._client: Client | None = None
@@ -122,7 +125,10 @@ class NodeMover:
     def _own_client(self, path: str) -> Client:
         with self._lock:
             if self._client is None:
-                self._client = connect(path, staging=STAGING_BYTES, name="replication")
+                host = SocketHost(path, "replication", _OPEN_S)
+                self._client = Client(
+                    path, host.info, None, way=self._way, staging_bytes=STAGING_BYTES, name="replication", host=host
+                )
             return self._client
 
 

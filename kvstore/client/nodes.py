@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvstore.client.counters import Counters
 from kvstore.client.host import HostNode, SocketHost
 from kvstore.client.peers import Peer
-from kvstore.client.transports import Transports
+from kvstore.client.transports import Transports, Way
 from kvstore.errors import (
     DeadlineExceeded,
     ForkedProcess,
@@ -51,25 +51,15 @@ class Nodes:
         own: NodeInfo | None,
         index: Index | None,
         *,
-        transport: str = "auto",
+        way: Way = Way(),  # noqa: B008 (a value)
         staging_bytes: int = 64 << 20,
-        nixl_backend: str = "UCX",
-        nixl_devices: Sequence[str] = (),
-        peer_secret: bytes = b"",
         name: str = "",
         host: HostNode | None = None,
     ) -> None:
         self.counters = Counters()
         self.staging = Staging(staging_bytes)
-        self.transport = transport
-        self._transports = Transports(
-            transport,
-            self.staging.memory,
-            self.counters,
-            nixl_backend=nixl_backend,
-            nixl_devices=nixl_devices,
-            secret=peer_secret,
-        )
+        self.transport = way.choice
+        self._transports = Transports(way, self.staging.memory, self.counters)
         self._host_path = host_path
         self._host = host
         self._own = own if host is None else host.info

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstore.client.cache import Cache
 from kvstore.client.host import SocketHost, same_host
 from kvstore.client.nodes import Nodes
-from kvstore.client.transports import CHOICES
+from kvstore.client.transports import CHOICES, Way
 from kvstore.errors import ConfigurationError
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.model.layout import Geometry
@@ -52,18 +52,8 @@ def connect(
     host, own = _meet(node, transport, host_id, name, deadline_s) if node else (None, None)
     path = host.path if host is not None else None
     index = RemoteIndex(metadata) if metadata else None
-    return Client(
-        path,
-        own,
-        index,
-        transport=transport,
-        nixl_backend=nixl_backend,
-        nixl_devices=nixl_devices,
-        peer_secret=peer_secret,
-        staging_bytes=size,
-        name=name,
-        host=host,
-    )
+    way = Way(transport, nixl_backend, tuple(nixl_devices), peer_secret)
+    return Client(path, own, index, way=way, staging_bytes=size, name=name, host=host)
 
 
 def _meet(

@@ -1,6 +1,6 @@
 """Reading from another host's node: Acquire, payload into staging, fence, checksums, then scatter.
 
-Of each stored shard only what is wanted is fetched (`kvstore/model/fetch.py`), for all layers at once or group by group.
+Of each stored shard only what is wanted is fetched (`kvstore/model/fetch.py`): all layers at once, or group by group.
 
 Nothing lands in the caller's memory before its fence and checksums have passed. A larger read streams through
 staging batch by batch. The checksum table travels with its payload and is believed only if it matches the hash

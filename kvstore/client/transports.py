@@ -7,7 +7,7 @@ faster than NIXL does over TCP. A named transport is the only one used: it works
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,22 +25,24 @@ CHOICES = ("auto", "shm", "tcp", "nixl")
 """Of a client; shm: this host's node by shared memory or not at all, others as with auto."""
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How other nodes are read: one of CHOICES, NIXL's back-end and devices (none = all), the nodes' secret."""
+
+    choice: str = "auto"
+    nixl_backend: str = "UCX"
+    nixl_devices: tuple[str, ...] = ()
+    secret: bytes = field(default=b"", repr=False)
+
+
 class Transports:
     """`staging`: memory that NIXL registers. Thread-safe.
 
     Raises ConfigurationError for nixl where it is not installed.
     """
 
-    def __init__(
-        self,
-        choice: str,
-        staging: npt.NDArray[np.uint8],
-        counters: Counters,
-        *,
-        nixl_backend: str = "UCX",
-        nixl_devices: Sequence[str] = (),
-        secret: bytes = b"",
-    ) -> None:
+    def __init__(self, way: Way, staging: npt.NDArray[np.uint8], counters: Counters) -> None:
+        choice, secret = way.choice, way.secret
         if choice not in CHOICES:
             raise ConfigurationError(f"unknown transport {choice!r}; known: {', '.join(CHOICES)}")
         if choice == "nixl" and not is_installed():
@@ -50,7 +52,7 @@ class Transports:
         self._tcp: Transport = TcpTransport(secret)
         self._nixl: Transport | None = None
         if self._forced or (choice != "tcp" and is_installed() and rdma_devices()):
-            self._nixl = NixlTransport(staging, backend=nixl_backend, devices=nixl_devices, credential=secret)
+            self._nixl = NixlTransport(staging, backend=way.nixl_backend, devices=way.nixl_devices, credential=secret)
         self._told: set[str] = set()
 
     @property

@@ -104,6 +104,7 @@ class NodeCore:
         self.own_slots: set[int] = set()
         """Slots that the node itself fills just now, with what comes back from the SSD."""
         self.on_commit: Callable[[], None] = lambda: None
+        self.on_lease: Callable[[], None] = lambda: None
         self._session_limit_bytes = int(allocator.arena_bytes * settings.session_share)
         self._clock = clock
         self._random = seed
@@ -321,6 +322,8 @@ class NodeCore:
         self.count_miss(keys, answer)
         leaf = self.pool.forest.get(keys[answer.run - 1]) if answer.run else None
         lease = 0 if leaf is None else self.holds.lease(session, leaf, self._clock() + lease_ms / 1000)
+        if lease:
+            self.on_lease()
         if staged:
             self.pool.trim()
         return replace(answer, lease=lease, lease_ms=lease_ms if lease else 0, ssd_tokens=ssd_tokens)

@@ -25,6 +25,7 @@ from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_format import HEADER_BYTES
 from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
+from kvstore.node.data_paths import DataPaths
 from kvstore.node.exporter import Exporter
 from kvstore.node.handover import Seat
 from kvstore.node.operators.admin import AdminServicer
@@ -43,13 +44,12 @@ from kvstore.node.tiers import TierStack
 from kvstore.node.tiers.recovery import RecoveredSsd, recover_ssd
 from kvstore.rpc import serving
 from kvstore.rpc.channel import format_address, parse_address
-from kvstore.rpc.v1 import admin_pb2_grpc, node_pb2_grpc
+from kvstore.rpc.v1 import admin_pb2_grpc, data_plane_pb2_grpc, node_pb2_grpc
 from kvstore.setting_types import parse_quotas, split_ssd
-from kvstore.transport.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
-_SERVICES = ("kvstore.v1.NodeService", "kvstore.v1.AdminService")
+_SERVICES = ("kvstore.v1.NodeService", "kvstore.v1.AdminService", "kvstore.v1.DataPlaneService")
 _GC_THRESHOLDS = 50_000, 20, 100_000
 """Chunks are freed by their reference counts; a full collection over a million of them would hold the loop for a
 second, so the oldest generation is practically never collected."""
@@ -157,7 +157,7 @@ class NodeDaemon:
         epoch = next_epoch(Path(settings.data_dir), last_epoch)
         catalog = CatalogWriter(memory.catalog, memory.shape, epoch)
         ssd = await self._open_ssd(epoch)
-        self._tcp = self._serve_tcp(epoch)
+        self._data = await asyncio.to_thread(self._serve_data, epoch)
         self.core = core = self._make_core(core_settings, catalog, epoch, ssd)
         self._exporter = Exporter(core.pool)
         self._operations = Operations(core, time.monotonic)
@@ -183,6 +183,7 @@ class NodeDaemon:
             "host_id": core.info.host_id,
             "control_address": core.info.control_address,
             "data_address": core.info.data_address,
+            "data_paths": list(self._data.names),
             "metrics_address": metrics_address,
             "socket_path": core.info.socket_path,
             "dram_bytes": settings.dram,
@@ -192,20 +193,14 @@ class NodeDaemon:
             "limits": limits,
         }
 
-    def _serve_tcp(self, epoch: int) -> TcpServer:
+    def _serve_data(self, epoch: int) -> DataPaths:
         settings, memory = self._settings, self._memory
         generations = np.frombuffer(memory.catalog, dtype="<u8")[memory.shape.generations_offset // 8 :]
 
         def generations_of(slots: Sequence[int]) -> list[int]:
             return [int(word) for word in generations.take(np.asarray(slots, dtype=np.int64))]
 
-        host, port = parse_address(settings.data_address)
-        if not settings.insecure and not serving.is_loopback(host):
-            raise ConfigurationError(
-                f"data_address {settings.data_address} can be reached from other hosts and pages travel in plain: "
-                "pass --insecure to accept that, or bind 127.0.0.1"
-            )
-        return TcpServer(memory.arena.fd, memory.arena.size_bytes, generations_of, epoch, host, port)
+        return DataPaths(settings, memory.arena, generations_of, epoch)
 
     def _make_core(
         self, core_settings: CoreSettings, catalog: CatalogWriter, epoch: int, ssd: SsdArena | None
@@ -217,7 +212,7 @@ class NodeDaemon:
             epoch=epoch,
             host_id=settings.host_id,
             control_address="",
-            data_address=self._advertised(self._tcp.address),
+            data_address=self._advertised(self._data.address),
             socket_path=str(Path(settings.socket_dir) / f"{settings.node_id}.sock"),
         )
         ssd_allocator = None
@@ -253,6 +248,8 @@ class NodeDaemon:
         self._server = serving.Server(_SERVICES)
         self._server.add(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
         self._server.add(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin)
+        self._server.add(data_plane_pb2_grpc.add_DataPlaneServiceServicer_to_server, self._data.servicer)
+        core.on_lease = self._data.wake
         control = await self._server.start(settings.control_address, insecure=settings.insecure)
         core.info = _with_control(core.info, self._advertised(control))
         verbs = SessionVerbs(servicer)
@@ -289,7 +286,7 @@ class NodeDaemon:
         self.core.pool.catalog.stop_serving()
         self._sessions.stop()
         await self._server.stop()
-        await asyncio.to_thread(self._tcp.stop)
+        await asyncio.to_thread(self._data.stop)
         if self.tiers is not None:
             await self.tiers.stop()
 
@@ -314,6 +311,8 @@ class NodeDaemon:
             self._loop_lag_s = max(0.0, clock() - due_s)
             self.core.tick()
             self._operations.tick()
+            if self.core.holds.leases:
+                self._data.wake()
             if self._former is not None:
                 self._former.poll()
             self.export()
@@ -321,12 +320,11 @@ class NodeDaemon:
     def export(self) -> None:
         """Bring the metrics up to date, in the node's loop."""
         figures = {**self.core.stats(), **self._more_stats()}
-        self._exporter.export(figures, self._loop_lag_s, self._tcp.drain_send_seconds())
+        self._exporter.export(figures, self._loop_lag_s, self._data.drain_send_seconds())
 
     def _more_stats(self) -> dict[str, Any]:
         return {
-            "tcp_connections": self._tcp.connection_count,
-            "tcp_payload_bytes_sent": self._tcp.payload_bytes_sent,
+            **self._data.figures(),
             "loop_lag_ms": round(self._loop_lag_s * 1000, 3),
             "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
             "populated_bytes": self._memory.arena.populated_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstore.errors import LimitExceeded, NotFound, StaleReference, Unauthorized
+from kvstore.errors import LimitExceeded, StaleReference, Unauthorized
 from kvstore.rpc.channel import Channel
 from kvstore.rpc.v1 import data_plane_pb2, data_plane_pb2_grpc
 
@@ -53,9 +53,9 @@ def ask(address: str, epoch: int, credential: bytes, deadline_s: float) -> DataP
 
 
 class DataPlaneServicer(data_plane_pb2_grpc.DataPlaneServiceServicer):
-    """The owner's side. `plane()`: what NIXL offers now, None = nothing. `secret` empty lets everyone in."""
+    """The owner's side. `plane()`: what NIXL offers now, or NotFound. `secret` empty lets everyone in."""
 
-    def __init__(self, epoch: int, plane: Callable[[], DataPlane | None], secret: bytes = b"") -> None:
+    def __init__(self, epoch: int, plane: Callable[[], DataPlane], secret: bytes = b"") -> None:
         self._epoch = epoch
         self._plane = plane
         self._secret = secret
@@ -71,8 +71,6 @@ class DataPlaneServicer(data_plane_pb2_grpc.DataPlaneServiceServicer):
         if request.epoch != self._epoch:
             raise StaleReference(f"the node's epoch is {self._epoch}, not {request.epoch}")
         plane = self._plane()
-        if plane is None:
-            raise NotFound("this node offers no NIXL path; use transport tcp, or start it with transport = nixl")
         return data_plane_pb2.OpenDataPlaneResponse(
             epoch=plane.epoch,
             backend=plane.backend,

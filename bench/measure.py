@@ -43,7 +43,7 @@ def ratio(ours: list[float], others: list[float]) -> float:
 def report(**fields: Any) -> None:
     """Print one measurement."""
     versions = {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "xxhash")}}
-    print(json.dumps({**fields, "versions": versions}), flush=True)
+    print(json.dumps({**fields, "versions": versions | fields.get("versions", {})}), flush=True)
     shown = {
         k: v
         for k, v in fields.items()

@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/kvstore/v1/*.proto)
 
-.PHONY: help setup demo demo-trace test check format protos bench clean
+.PHONY: help setup demo demo-trace test check format protos bench peers clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -38,6 +38,9 @@ format: $(STAMP) ## Format and fix what can be fixed
 
 protos: $(STAMP) ## Generate kvstore/rpc/v1 from protos/
 	$(BIN)/python protos/generate.py
+
+peers: $(STAMP) ## Make the environments of the stores that bench/peers.py compares with (KVSTORE_PEERS: where)
+	$(BIN)/python bench/peers/environments.py
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -25,7 +25,7 @@ class Paged:
             tensor.copy_(torch.from_numpy(rng.integers(0, 256, tuple(tensor.shape), dtype=np.uint8)))
         places = rng.permutation(tensors[0].shape[axis]).reshape(2, -1, blocks_per_chunk)
         self.source, self.target = places[0].tolist(), places[1].tolist()
-        self._blocks = [tensor.movedim(axis, 0) for tensor in self._tensors]
+        self._blocks = [tensor.movedim(axis, 0).numpy() for tensor in self._tensors]
         self._out, self._back = (torch.from_numpy(half.reshape(-1)) for half in places)
 
     def poison(self) -> None:
@@ -41,7 +41,7 @@ class Paged:
         )
 
     def copy(self) -> None:
-        """One memcpy a block and layer, or two where K and V of a block lie apart."""
+        """Block by block and layer by layer."""
         for blocks in self._blocks:
             for out, back in zip(self._out.tolist(), self._back.tolist(), strict=True):
-                blocks[back].copy_(blocks[out])
+                blocks[back][...] = blocks[out]

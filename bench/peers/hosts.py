@@ -16,8 +16,8 @@ from peers.sides import Place
 LINK = "link0"
 START_DEADLINE_S = 20.0
 SET_UP = (
-    "mount -t tmpfs none /run && mount -t tmpfs none /var/lib && ip link set lo up && echo '{\"ready\": true}' && "
-    "exec cat"
+    "mount -t tmpfs none /run && mount -t tmpfs none /var/lib && mount -t sysfs none /sys && ip link set lo up && "
+    "echo '{\"ready\": true}' && exec cat"
 )
 
 

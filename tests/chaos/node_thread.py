@@ -57,7 +57,7 @@ class NodeThread:
 
     @property
     def tcp(self) -> TcpServer:
-        return self.daemon._tcp
+        return self.daemon._data._tcp
 
     def call(self, function: Callable[[], T]) -> T:
         """Run it on the node's loop and wait for its result."""

@@ -273,6 +273,7 @@ def test_a_forked_child_cannot_read_and_does_not_end_the_parents_path(owner: Loc
         import os
         import numpy as np
         from kvstore.errors import ForkedProcess
+        from kvstore.model.values import NodeInfo
         from kvstore.transport import ReadDescriptor
         from kvstore.transport.tcp import TcpTransport
 

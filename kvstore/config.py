@@ -147,6 +147,12 @@ class NodeSettings(Settings):
         description="What is written to the SSD before it has to leave dram. `always`: everything. `second_touch`: "
         "what was used at least twice, which wears the disk less and keeps less.",
     )
+    ssd_io: Name = Field(
+        default="auto",
+        description="How pages get to and from the SSD. `auto`: what takes the least processor time, today `threads`: "
+        "system calls of 16 threads. `nixl`: io_uring (libaio where the kernel refuses that) through the library NIXL, "
+        "which takes 200 MB; without it the start is refused. `gds` (straight to GPU memory): refused, no GPU arena.",
+    )
     quotas: QuotaTexts = Field(
         default="",
         description="Bytes that a tenant (or the model of namespaces without one) keeps at least and takes at most, "

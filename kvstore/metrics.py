@@ -120,6 +120,7 @@ LOST_UNSAVED_CHUNKS: Final = _counter("lost_unsaved_chunks", "Chunks that left w
 CLEANER_WAITING_CHUNKS: Final = _gauge("cleaner_waiting_chunks", "Chunks that are to be written to the SSD.")
 CLEANER_UNSAVED_BYTES: Final = _gauge("cleaner_unsaved_bytes", "Bytes that are in DRAM only.")
 SSD_STATE: Final = _gauge("ssd_state", "0 in service (or none), 1 full, 2 failed.")
+SSD_IO: Final = _gauge("ssd_io", "1 for the way in which pages get to and from the SSD.", "way")
 SSD_ERRORS: Final = _counter("ssd_errors", "What went wrong with the SSD.", "kind")
 CHECKSUM_FAILURES: Final = _counter("checksum_failures", "Shards whose bytes differed from their checksums.", "tier")
 

@@ -66,6 +66,7 @@ class Subject:
     addresses: dict[str, str]
     ssd_path: Path | None = None
     ssd_bytes: int = 0
+    ssd_io: str = "auto"
 
     @classmethod
     def of(cls, settings: NodeSettings, other_addresses: dict[str, str]) -> Subject:
@@ -82,6 +83,7 @@ class Subject:
             addresses={name: address for name, address in addresses.items() if address},
             ssd_path=Path(path) if path else None,
             ssd_bytes=parse_size(size) if path else 0,
+            ssd_io=planned.ssd_io,
         )
 
     @property

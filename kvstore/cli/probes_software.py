@@ -215,4 +215,34 @@ def nixl_transport(_: Subject) -> Iterator[Probed]:
         yield Probed(name, State.WARN, lines[-1], "tcp is used instead; install what it misses, or another version")
 
 
-PROBES: tuple[Probe, ...] = (python, packages, ports, shm_transport, tcp_transport, nixl_transport)
+def ssd_io(subject: Subject) -> Iterator[Probed]:
+    """How pages would get to and from the SSD; NIXL in a process of its own."""
+    from kvstore.node.arena.ssd_io import AUTO, check_choice
+
+    name, choice = "ssd io", subject.ssd_io
+    try:
+        check_choice(choice)
+    except KvStoreError as exc:
+        yield Probed(name, State.FAIL, str(exc), "change --ssd-io")
+        return
+    if subject.ssd_path is None:
+        return
+    way = AUTO if choice == "auto" else choice
+    if way != "nixl":
+        yield Probed(name, State.OK, way)
+        return
+    code = "from kvstore.node.arena import ssd_nixl; print(ssd_nixl.make_agent(ssd_nixl.load_nixl())[1])"
+    remedy = "install what it misses, or use --ssd-io threads"
+    try:
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        yield Probed(name, State.FAIL, f"NIXL was not loaded after {_IMPORT_S:g} s", remedy)
+        return
+    if ended.returncode == 0:
+        yield Probed(name, State.OK, f"nixl ({ended.stdout.split()[-1]})")
+    else:
+        lines = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode}"]
+        yield Probed(name, State.FAIL, lines[-1], remedy)
+
+
+PROBES: tuple[Probe, ...] = (python, packages, ports, shm_transport, tcp_transport, nixl_transport, ssd_io)

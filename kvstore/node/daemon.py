@@ -20,9 +20,11 @@ from kvstore.config import NodeSettings
 from kvstore.errors import ConfigurationError
 from kvstore.metadata import Index
 from kvstore.model.values import NodeInfo
+from kvstore.node.arena import SsdIo
 from kvstore.node.arena.dram import DramArena
 from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_format import HEADER_BYTES
+from kvstore.node.arena.ssd_io import check_choice, open_ssd_io
 from kvstore.node.catalog import MAGIC, CatalogShape, CatalogWriter, Header, create_catalog
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.data_paths import DataPaths
@@ -129,6 +131,7 @@ class NodeDaemon:
         self.tiers: TierStack | None = None
         self._recovered: Recovered | None = None
         self._recovered_ssd: RecoveredSsd | None = None
+        self._ssd_io: SsdIo | None = None
         self._former: FormerWriters | None = None
         self._index = index
         self._tasks: list[asyncio.Task[None]] = []
@@ -188,6 +191,7 @@ class NodeDaemon:
             "socket_path": core.info.socket_path,
             "dram_bytes": settings.dram,
             "ssd_bytes": ssd.size_bytes if ssd is not None else 0,
+            "ssd_io": self._ssd_io.detail if self._ssd_io is not None else "",
             "memory_bytes": plan.total_bytes,
             "eviction": settings.eviction,
             "limits": limits,
@@ -257,10 +261,20 @@ class NodeDaemon:
         self._sessions.start()
 
     async def _open_ssd(self, epoch: int) -> SsdArena | None:
-        if not self._settings.ssd:
+        settings = self._settings
+        check_choice(settings.ssd_io)
+        if not settings.ssd:
             return None
-        path, size_bytes = split_ssd(self._settings.ssd)
-        return await asyncio.to_thread(SsdArena.open, Path(path), size_bytes, self._settings.node_id, epoch)
+        path, size_bytes = split_ssd(settings.ssd)
+        arena = await asyncio.to_thread(SsdArena.open, Path(path), size_bytes, settings.node_id, epoch)
+        memory = np.frombuffer(self._memory.arena.memory, dtype=np.uint8)
+        try:
+            self._ssd_io = await asyncio.to_thread(open_ssd_io, settings.ssd_io, arena, memory)
+        except ConfigurationError:
+            arena.close()
+            raise
+        logger.info("%s: pages go by %s", arena.path, self._ssd_io.detail)
+        return arena
 
     async def _recover_ssd(self, core: NodeCore, memory: npt.NDArray[np.uint8], ssd: SsdArena) -> None:
         """Take up what an earlier start left on the SSD, before anybody is served."""
@@ -268,7 +282,7 @@ class NodeDaemon:
         self._on_progress("recovering from the SSD", 0, 0)
         headers = await asyncio.to_thread(lambda: list(ssd.scan()))
         self._recovered_ssd = found = recover_ssd(core, ssd.superblock, headers, time.monotonic())
-        self.tiers = TierStack(core, memory, ssd)
+        self.tiers = TierStack(core, memory, ssd, self._ssd_io)
         self.tiers.take_up(found.spaces)
         self._on_progress("recovering from the SSD", found.chunks, found.chunks)
         if headers:

@@ -14,6 +14,7 @@ from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge
 
 from kvstore import metrics
+from kvstore.node.arena.ssd_io import WAYS
 from kvstore.node.chunks import KnownNamespace
 from kvstore.node.pool import Pool
 from kvstore.tally import Tally
@@ -33,6 +34,7 @@ _GAUGES: Final[dict[str, Gauge]] = {
     "cleaner_waiting_chunks": metrics.CLEANER_WAITING_CHUNKS,
     "cleaner_unsaved_bytes": metrics.CLEANER_UNSAVED_BYTES,
     "ssd_state": metrics.SSD_STATE,
+    **{f"ssd_io_{way}": metrics.SSD_IO.labels(way) for way in WAYS},
     "dram_free_slots": metrics.SLOTS.labels("dram", "free"),
     "dram_committed_slots": metrics.SLOTS.labels("dram", "committed"),
     "reserved_slots": metrics.SLOTS.labels("dram", "reserved"),

@@ -124,6 +124,11 @@ class SsdArena:
         return self._file.path
 
     @property
+    def descriptor(self) -> int:
+        """The open file's number, for what moves payloads by other means than `read_all` and `write_all`."""
+        return self._file.descriptor
+
+    @property
     def direct(self) -> bool:
         """False: through the page cache."""
         return self._file.direct

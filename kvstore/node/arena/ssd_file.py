@@ -95,6 +95,11 @@ class SsdFile:
             ) from exc
 
     @property
+    def descriptor(self) -> int:
+        """The open file's number."""
+        return self._fd
+
+    @property
     def length_bytes(self) -> int:
         """Length now."""
         return self._status().st_size

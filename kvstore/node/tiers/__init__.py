@@ -17,7 +17,9 @@ import time
 from collections.abc import Sequence
 
 from kvstore.errors import KvStoreError, StorageFailed
+from kvstore.node.arena import SsdIo
 from kvstore.node.arena.ssd import SsdArena
+from kvstore.node.arena.ssd_io import WAYS
 from kvstore.node.chunks import KnownNamespace
 from kvstore.node.core import NodeCore
 from kvstore.node.tiers.disk import Bytes, Disk
@@ -40,13 +42,13 @@ class SsdState(enum.IntEnum):
 
 
 class TierStack:
-    """`memory`: the whole DRAM arena as uint8. `failed`: why the tier is out of service, None while it serves."""
+    """`memory`, `io`: see `Disk`. `failed`: why the tier is out of service, None while it serves."""
 
-    def __init__(self, core: NodeCore, memory: Bytes, arena: SsdArena) -> None:
+    def __init__(self, core: NodeCore, memory: Bytes, arena: SsdArena, io: SsdIo | None = None) -> None:
         self.failed: KvStoreError | None = None
         self._ending = False
         self._pool = core.pool
-        self._disk = Disk(arena, memory)
+        self._disk = Disk(arena, memory, io)
         self._saver = Saver(core, self._disk, self.fail, lambda: self.failed is not None)
         self._read_back = ReadBack(core, self._disk, self.fail, lambda: self.failed is not None or self._ending)
         self._task: asyncio.Task[None] | None = None
@@ -68,7 +70,8 @@ class TierStack:
 
     def figures(self) -> dict[str, int]:
         """What only the tier itself knows, for the node's figures."""
-        return {"ssd_state": int(self.state), "ssd_direct": int(self._disk.arena.direct)}
+        ways = {f"ssd_io_{way}": int(way == self._disk.io.name) for way in WAYS}
+        return {"ssd_state": int(self.state), "ssd_direct": int(self._disk.arena.direct), **ways}
 
     def take_up(self, spaces: Sequence[KnownNamespace]) -> None:
         """See `Saver.take_up`; after the recovery, before `start`."""

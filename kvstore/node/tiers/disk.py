@@ -1,7 +1,7 @@
 """Bytes of shards between DRAM slots and the SSD file, in threads. What they mean is decided elsewhere, on the loop.
 
-Moves that lie side by side in the file go with one system call, so that small slots do not cost one each. A job has at
-most `JOB_BYTES`, so that several threads share what one caller wants.
+Moves that lie side by side in the file are one run, so that small slots do not cost a system call each. A job has at
+most `JOB_BYTES`, so that several threads share what one caller wants. `SsdIo` moves the runs of a job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from kvstore.errors import KvStoreError
 from kvstore.model import checksum
+from kvstore.node.arena import Run, SsdIo
 from kvstore.node.arena.ssd import SsdArena
+from kvstore.node.arena.ssd_io import ThreadedIo
 from kvstore.node.catalog import UNIT_BYTES
 from kvstore.node.chunks import Chunk, Copy
 
@@ -60,10 +62,12 @@ class Move:
 
 
 class Disk:
-    """The open file with its threads. `memory`: the whole DRAM arena. Used on one event loop."""
+    """The open file with its threads. `memory`: the whole DRAM arena; `io`: what moves payloads, None: these threads.
+    Used on one event loop."""
 
-    def __init__(self, arena: SsdArena, memory: Bytes) -> None:
+    def __init__(self, arena: SsdArena, memory: Bytes, io: SsdIo | None = None) -> None:
         self.arena = arena
+        self.io = io or ThreadedIo(arena)
         self._memory = memory
         self._readers = ThreadPoolExecutor(READERS, "kvstore-ssd-read")
         self._writers = ThreadPoolExecutor(WRITERS, "kvstore-ssd-write")
@@ -100,17 +104,13 @@ class Disk:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writers.shutdown(wait=False, cancel_futures=True)
         if is_idle:
+            self.io.close()
             self.arena.close()
 
     # --- in threads --------------------------------------------------------------------------------------
 
     def _read(self, job: Sequence[Move]) -> None:
-        for run in _runs(job):
-            try:
-                self.arena.read_all(run[0].ssd_slot * UNIT_BYTES, [self._bytes(move).data for move in run])
-            except KvStoreError as exc:
-                for move in run:
-                    move.error = exc
+        self._move(job, self.io.read)
         for move in job:
             if move.error is None:
                 move.is_right = _is_right(move, self._bytes(move))
@@ -119,12 +119,14 @@ class Disk:
         for move in job:
             if not move.table_hash:
                 _add_table(move, self._bytes(move))
-        for run in _runs(job):
-            try:
-                self.arena.write_all(run[0].ssd_slot * UNIT_BYTES, [self._bytes(move).data for move in run])
-            except KvStoreError as exc:
-                for move in run:
-                    move.error = exc
+        self._move(job, self.io.write)
+
+    def _move(self, job: Sequence[Move], call: Callable[[Sequence[Run]], list[KvStoreError | None]]) -> None:
+        runs = list(_runs(job))
+        places = [Run(run[0].ssd_slot * UNIT_BYTES, [self._bytes(move).data for move in run]) for run in runs]
+        for run, error in zip(runs, call(places), strict=True):
+            for move in run:
+                move.error = error
 
     def _bytes(self, move: Move) -> Bytes:
         if move.memory is not None:

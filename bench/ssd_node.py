@@ -2,20 +2,25 @@
 
 `op: save` is what the cleaner does (payload, table, headers), `op: read_back` what Acquire does for an SSD hit (read
 into DRAM, verify all checksums, publish), both without sockets, in this process; raw: preadv and pwritev of as many
-slots of the same size by as many threads. `op: reserve` is a client's Reserve of 8 chunks at a node in another process,
-quiet and while that node saves what was just written; p99 as the median of alternated rounds.
+slots of the same size by as many threads. `--io` names the ways in which pages go (`ssd_io`), each with a tier of its
+own, in turn; `cpu_seconds_per_gib`: of the whole process, checksums and the tier's books included. `op: reserve` is a
+client's Reserve of 8 chunks at a node in another process, quiet and while that node saves what was just written; p99 as
+the median of alternated rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +37,7 @@ from kvstore.model.values import NodeInfo, Outcome
 from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_file import pages
 from kvstore.node.arena.ssd_format import HEADER_BYTES
+from kvstore.node.arena.ssd_io import open_ssd_io
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.core import CoreSettings, NodeCore
 from kvstore.node.daemon import NodeMemory
@@ -55,14 +61,14 @@ def layout_of(chunk_bytes: int) -> PageLayout:
 class Tiers:
     """A node's core and SSD tier without the rest, with one prompt of `count` chunks."""
 
-    def __init__(self, folder: Path, layout: PageLayout, count: int) -> None:
+    def __init__(self, folder: Path, layout: PageLayout, count: int, io: str) -> None:
         self.layout = layout
         self.slot_bytes = slot_bytes(layout, layout.whole)
         size = count * self.slot_bytes * 5 // 4 + (64 << 20)
         self._memory = NodeMemory.create(size, 2 * count)
         while self._memory.arena.populated_bytes < size:
             self._memory.arena.populate_step()
-        self.arena = SsdArena.open(folder / "ssd", size + (64 << 20), "bench", 1)
+        self.arena = SsdArena.open(folder / f"ssd-{io}", size + (64 << 20), "bench", 1)
         allocator = SlotAllocator(
             self.arena.size_bytes, self.arena.size_bytes, start_bytes=self.arena.slots_start, header_bytes=HEADER_BYTES
         )
@@ -75,7 +81,8 @@ class Tiers:
             allocator,
         )
         self.view = np.frombuffer(self._memory.arena.memory, dtype=np.uint8)
-        self.tiers = TierStack(self.core, self.view, self.arena)
+        self.io = open_ssd_io(io, self.arena, self.view)
+        self.tiers = TierStack(self.core, self.view, self.arena, self.io)
         namespace, geometry = Namespace("bench", "1", layout), Geometry((layout.whole,))
         self.session = self.core.open_session("bench", shared=True, owner=(1, 1)).number
         self.core.register_namespace(self.session, namespace, geometry, ())
@@ -141,38 +148,78 @@ def raw_seconds(arena: SsdArena, slot: int, count: int, *, writes: bool) -> floa
         os.close(fd)
 
 
-async def moves(folder: Path, chunk_bytes: int, rounds: int) -> None:
-    """Save and read back against raw, in turn."""
-    bench = Tiers(folder, layout_of(chunk_bytes), ROUND_BYTES // chunk_bytes)
-    count, slot = len(bench.keys), bench.slot_bytes
-    took: dict[str, list[float]] = {"save": [], "raw write": [], "read_back": [], "raw read": []}
+@dataclass(slots=True)
+class Took:
+    """Seconds of each round, and of the processor."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+
+class Measured:
+    """One way of the tier against raw, round by round."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self.took = {name: Took() for name in ("save", "raw write", "read_back", "raw read")}
+
+    async def round(self, *, counts: bool) -> None:
+        """Write, save, read back, forget; then the same by system calls."""
+        tiers = self.tiers
+        tiers.write()
+        await self._note("save", tiers.save, counts)
+        await self._note("read_back", tiers.read_back, counts)
+        await tiers.forget()
+        for name, writes in (("raw write", True), ("raw read", False)):
+            await self._note(name, functools.partial(self._raw, writes=writes), counts)
+
+    async def _raw(self, *, writes: bool) -> float:
+        tiers = self.tiers
+        return await asyncio.to_thread(raw_seconds, tiers.arena, tiers.slot_bytes, len(tiers.keys), writes=writes)
+
+    async def _note(self, name: str, work: Callable[[], Awaitable[float]], counts: bool) -> None:
+        began = time.process_time()
+        seconds = await work()
+        if counts:
+            self.took[name].seconds.append(seconds)
+            self.took[name].cpu_seconds.append(time.process_time() - began)
+
+    def tell(self) -> None:
+        """Two rows."""
+        tiers = self.tiers
+        count, chunk_bytes = len(tiers.keys), tiers.layout.chunk_bytes
+        for op, raw in (("save", "raw write"), ("read_back", "raw read")):
+            ours, other = self.took[op], self.took[raw]
+            report(
+                bench="ssd_node",
+                op=op,
+                transport="file",
+                io=tiers.io.detail,
+                chunk_bytes=chunk_bytes,
+                count=count,
+                depth=READERS,
+                direct=tiers.arena.direct,
+                checksum=True,
+                condition="quiet",
+                against="raw",
+                bytes_per_second=count * chunk_bytes / statistics.median(ours.seconds),
+                against_bytes_per_second=count * tiers.slot_bytes / statistics.median(other.seconds),
+                ratio=ratio(ours.seconds, other.seconds),
+                cpu_seconds_per_gib=statistics.median(ours.cpu_seconds) / (count * chunk_bytes) * (1 << 30),
+                against_cpu_seconds_per_gib=statistics.median(other.cpu_seconds) / (count * chunk_bytes) * (1 << 30),
+            )
+
+
+async def moves(folder: Path, chunk_bytes: int, rounds: int, names: list[str]) -> None:
+    """Save and read back by each way against raw, in turn."""
+    count = ROUND_BYTES // chunk_bytes
+    measured = [Measured(Tiers(folder, layout_of(chunk_bytes), count, name)) for name in names]
     for number in range(rounds + 1):
-        bench.write()
-        saved = await bench.save()
-        back = await bench.read_back()
-        await bench.forget()
-        raw_write = raw_seconds(bench.arena, slot, count, writes=True)
-        raw_read = raw_seconds(bench.arena, slot, count, writes=False)
-        if number:
-            for name, seconds in zip(took, (saved, raw_write, back, raw_read), strict=True):
-                took[name].append(seconds)
-    for op, raw in (("save", "raw write"), ("read_back", "raw read")):
-        report(
-            bench="ssd_node",
-            op=op,
-            transport="file",
-            chunk_bytes=chunk_bytes,
-            count=count,
-            depth=READERS,
-            direct=bench.arena.direct,
-            checksum=True,
-            condition="quiet",
-            against="raw",
-            bytes_per_second=count * chunk_bytes / statistics.median(took[op]),
-            against_bytes_per_second=count * slot / statistics.median(took[raw]),
-            ratio=ratio(took[op], took[raw]),
-        )
-    await bench.tiers.stop()
+        for each in measured:
+            await each.round(counts=number > 0)
+    for each in measured:
+        each.tell()
+        await each.tiers.tiers.stop()
 
 
 def reserve_seconds(cache: Cache, client: Client, first: int) -> list[float]:
@@ -238,11 +285,12 @@ def main() -> None:
     """Parse and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the files are made")
+    parser.add_argument("--io", default="threads", help="ways to compare in one run: threads,nixl")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
     for chunk_bytes in (256 << 10, 2 << 20, 8 << 20):
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            asyncio.run(moves(Path(folder), chunk_bytes, given.rounds))
+            asyncio.run(moves(Path(folder), chunk_bytes, given.rounds, given.io.split(",")))
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         reserve(Path(folder), given.rounds)
 

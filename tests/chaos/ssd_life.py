@@ -15,15 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstore.errors import KvStoreError
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import Outcome
+from kvstore.node.arena import Run, SsdIo
+from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_file import Buffer, Calls
+from kvstore.node.arena.ssd_io import open_ssd_io
 from kvstore.node.steps import finish
 from tests.unit.node.small_node import WIDE, keys_of, namespace
 from tests.unit.node.ssd_setting import Event, Recorder
-from tests.unit.node.tiered_node import TieredNode
+from tests.unit.node.tiered_node import Bytes, TieredNode
 
 SSD_BYTES = (128 + 192) << 10
 """Two superblocks, three extents of four whole slots, one of four halves (`small_extents`)."""
@@ -62,11 +66,15 @@ class GatedDisk(Recorder):
     def calls(self) -> Calls:
         return Calls(pwritev=self._held_pwritev, fdatasync=self._fdatasync, ftruncate=self._ftruncate)
 
-    def _held_pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        if self._wanted is not None and self._wanted(offset, b"".join(map(bytes, buffers))):
+    def hold(self, offset: int, data: bytes) -> None:
+        """A write is about to begin: it waits here if it is the one that is wanted."""
+        if self._wanted is not None and self._wanted(offset, data):
             self._wanted = None
             self._reached.set()
             assert self._go_on.wait(10)
+
+    def _held_pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        self.hold(offset, b"".join(map(bytes, buffers)))
         if not self._header_first:
             return self._pwritev(fd, buffers, offset)
         data = b"".join(map(bytes, buffers))
@@ -95,6 +103,24 @@ class GatedDisk(Recorder):
             self._go_on.set()
 
 
+class RecordedIo:
+    """A way of payloads that are no system calls of ours, whose writes are held and recorded as those are."""
+
+    def __init__(self, io: SsdIo, disk: GatedDisk) -> None:
+        self._io, self._disk = io, disk
+        self.name, self.detail, self.read, self.close = io.name, io.detail, io.read, io.close
+
+    def write(self, runs: Sequence[Run]) -> list[KvStoreError | None]:
+        errors: list[KvStoreError | None] = []
+        for run in runs:
+            data = b"".join(map(bytes, run.pieces))
+            self._disk.hold(run.offset, data)
+            self._disk.events.append(Event(run.offset, data))
+            errors += self._io.write([run])
+        assert self._io.name == self.name, "it was not NIXL that wrote"
+        return errors
+
+
 def is_payload(offset: int, data: bytes) -> bool:
     return len(data) > 1 << 12
 
@@ -113,6 +139,7 @@ class Life:
 
     path: Path
     disk: GatedDisk = field(default_factory=GatedDisk)
+    way: str = "threads"
     states: list[State] = field(default_factory=list)
     versions: dict[bytes, int] = field(default_factory=dict)
     persisted: set[tuple[bytes, int]] = field(default_factory=set)
@@ -127,11 +154,15 @@ class Life:
 
     def begin(self) -> None:
         """Inside a running loop."""
-        self.node = node = TieredNode(self.path, SSD_BYTES, slots=DRAM_SLOTS, calls=self.disk.calls)
+        open_io = None if self.way == "threads" else self._recorded
+        self.node = node = TieredNode(self.path, SSD_BYTES, slots=DRAM_SLOTS, calls=self.disk.calls, open_io=open_io)
         self._note_after(node.core.pool, "save")
         self._note_after(node.core.pool.ssd, "leave")
         self.note()
         node.tiers.start()
+
+    def _recorded(self, arena: SsdArena, memory: Bytes) -> RecordedIo:
+        return RecordedIo(open_ssd_io(self.way, arena, memory), self.disk)
 
     def _note_after(self, owner: Any, name: str) -> None:
         method = getattr(owner, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -19,11 +20,12 @@ import kvstore
 from kvstore.cli import app
 from kvstore.model.checksum import table_bytes
 from kvstore.node.arena.ssd_format import HEADER_BYTES, ExtentPlace
+from kvstore.node.arena.ssd_io import open_ssd_io
 from kvstore.node.memory import UNIT_BYTES
 from kvstore.node.tiers.check import check_ssd_file
 from tests.unit.client import pages
 from tests.unit.node.small_node import WIDE, keys_of, namespace
-from tests.unit.node.tiered_node import TieredNode
+from tests.unit.node.tiered_node import IO_WAYS, OpenIo, TieredNode
 
 SSD_BYTES = 512 << 10
 REGION_BYTES = 64 << 10
@@ -79,10 +81,15 @@ def below(key: bytes) -> set[bytes]:
     return set(chain[chain.index(key) :])
 
 
-async def after(path: Path, image: bytes) -> tuple[set[bytes], int]:
+@pytest.fixture(params=IO_WAYS)
+def open_io(request: pytest.FixtureRequest) -> OpenIo:
+    return functools.partial(open_ssd_io, request.param)
+
+
+async def after(path: Path, image: bytes, open_io: OpenIo | None = None) -> tuple[set[bytes], int]:
     """What a node delivers from this file, and how many failures of checksums it counts; then all is stored anew."""
     path.write_bytes(image)
-    node = TieredNode(path, SSD_BYTES, epoch=2, slots=64)
+    node = TieredNode(path, SSD_BYTES, epoch=2, slots=64, open_io=open_io)
     got = set()
     for keys in CHAINS:
         versions, _ = await node.read(SPACE, keys) if SPACE.id in node.core.pool.spaces else ([], None)
@@ -99,12 +106,12 @@ async def after(path: Path, image: bytes) -> tuple[set[bytes], int]:
     return got, failures
 
 
-def test_a_flip_in_a_slot_is_a_counted_miss_of_that_chunk(file: File, tmp_path: Path) -> None:
+def test_a_flip_in_a_slot_is_a_counted_miss_of_that_chunk(file: File, tmp_path: Path, open_io: OpenIo) -> None:
     rng = random.Random(1)
     for key, (offset, _) in file.slots.items():
         ats = [0, PAYLOAD_BYTES - 1, PAYLOAD_BYTES, PAYLOAD_BYTES + TABLE_BYTES - 1, rng.randrange(PAYLOAD_BYTES)]
         for at in ats:
-            got, failures = asyncio.run(after(tmp_path / "ssd", flipped(file.image, offset + at)))
+            got, failures = asyncio.run(after(tmp_path / "ssd", flipped(file.image, offset + at), open_io))
             assert (got, failures) == (file.slots.keys() - below(key), 1), at
 
 
@@ -139,16 +146,16 @@ def harmless(file: File) -> Iterator[int]:
     yield SSD_BYTES - 1
 
 
-def test_a_flip_where_nothing_lies_changes_nothing(file: File, tmp_path: Path) -> None:
+def test_a_flip_where_nothing_lies_changes_nothing(file: File, tmp_path: Path, open_io: OpenIo) -> None:
     for at in harmless(file):
-        assert asyncio.run(after(tmp_path / "ssd", flipped(file.image, at))) == (file.slots.keys(), 0), at
+        assert asyncio.run(after(tmp_path / "ssd", flipped(file.image, at), open_io)) == (file.slots.keys(), 0), at
         assert check_ssd_file(tmp_path / "ssd").findings == ()
 
 
 @pytest.mark.slow
-def test_a_flip_anywhere_is_never_wrong_bytes(file: File, tmp_path: Path) -> None:
+def test_a_flip_anywhere_is_never_wrong_bytes(file: File, tmp_path: Path, open_io: OpenIo) -> None:
     for at in random.Random(4).sample(range(SSD_BYTES), 60):
-        got, failures = asyncio.run(after(tmp_path / "ssd", flipped(file.image, at)))
+        got, failures = asyncio.run(after(tmp_path / "ssd", flipped(file.image, at), open_io))
         assert len(file.slots) - len(got) <= 3 and failures <= 1, at
 
 

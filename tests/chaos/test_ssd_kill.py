@@ -78,10 +78,11 @@ class Customer:
 
 
 @contextlib.contextmanager
-def node_on(folder: Path, **plan: Any) -> Iterator[SupervisedNode]:
+def node_on(folder: Path, ssd_io: str = "threads", **plan: Any) -> Iterator[SupervisedNode]:
     path = os.pathsep.join([str(KILLER), os.environ.get("PYTHONPATH", str(KILLER.parents[2]))])
     environment = {"PYTHONPATH": path, "TEST_KILL_AT": json.dumps(plan)} if plan else {}
-    arguments = ("--dram", "1MiB", "--slots", "1024", "--ssd", f"{folder}/ssd:4MiB", "--node-id", "killed")
+    places = ("--ssd", f"{folder}/ssd:4MiB", "--ssd-io", ssd_io)
+    arguments = ("--dram", "1MiB", "--slots", "1024", *places, "--node-id", "killed")
     with supervised(folder, "node", *arguments, environment=environment) as node:
         node.wait_open()
         yield node
@@ -100,20 +101,23 @@ KILLS = [
     ("superblock", 3, "before"),
     ("fdatasync", 9, "before"),
 ]
+BY_NIXL = [pytest.param(*KILLS[number], "nixl", marks=pytest.mark.nixl) for number in (2, 5)]
+"""Payloads are no system calls of ours there."""
+BY_THREADS = [(*kill, "threads") for kill in KILLS]
 
 
-@pytest.mark.parametrize(("kind", "number", "when"), KILLS)
+@pytest.mark.parametrize(("kind", "number", "when", "ssd_io"), [*BY_THREADS, *BY_NIXL])
 def test_a_node_that_is_killed_at_a_disk_call_keeps_its_promises(
-    kind: str, number: int, when: str, tmp_path: Path
+    kind: str, number: int, when: str, ssd_io: str, tmp_path: Path
 ) -> None:
     marker, customer = tmp_path / "marker", Customer()
     plan = {"kind": kind, "number": number, "when": when, "marker": str(marker), "parent": True}
-    with node_on(tmp_path, **plan) as node:
+    with node_on(tmp_path, ssd_io, **plan) as node:
         with kvstore.connect(node.control_address) as client, pytest.raises(KvStoreError):
             customer.work(client.bind(NAMESPACE))
         node.process.wait(10)
     assert marker.exists()
-    with node_on(tmp_path) as node, kvstore.connect(node.control_address) as client:
+    with node_on(tmp_path, ssd_io) as node, kvstore.connect(node.control_address) as client:
         cache = client.bind(NAMESPACE)
         laws_hold(node)
         customer.check(cache)
@@ -122,13 +126,13 @@ def test_a_node_that_is_killed_at_a_disk_call_keeps_its_promises(
         laws_hold(node)
 
 
-@pytest.mark.parametrize(("kind", "number", "when"), KILLS[1:4])
+@pytest.mark.parametrize(("kind", "number", "when", "ssd_io"), [*BY_THREADS[1:4], BY_NIXL[0]])
 def test_a_worker_that_is_killed_at_a_disk_call_comes_back_with_both_tiers(
-    kind: str, number: int, when: str, tmp_path: Path
+    kind: str, number: int, when: str, ssd_io: str, tmp_path: Path
 ) -> None:
     marker, customer = tmp_path / "marker", Customer()
     plan = {"kind": kind, "number": number, "when": when, "marker": str(marker), "parent": False}
-    with node_on(tmp_path, **plan) as node, kvstore.connect(node.control_address) as client:
+    with node_on(tmp_path, ssd_io, **plan) as node, kvstore.connect(node.control_address) as client:
         with pytest.raises(KvStoreError):
             customer.work(client.bind(NAMESPACE))
         assert marker.exists()

@@ -28,6 +28,7 @@ from kvstore.node.pool import Pool
 from tests.unit.node import tiered_node
 from tests.unit.node.small_node import keys_of
 from tests.unit.node.ssd_setting import Event, image_of
+from tests.unit.node.tiered_node import IO_WAYS
 
 
 @pytest.fixture
@@ -39,14 +40,16 @@ def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "EXTENT_SLOTS", 4)
 
 
-def lived(path: Path, **disk: bool) -> Life:
-    life = Life(path, GatedDisk(**disk))
+def lived(path: Path, way: str = "threads", **disk: bool) -> Life:
+    life = Life(path, GatedDisk(**disk), way)
     asyncio.run(live(life))
     return life
 
 
 WORK_EVERY = 7
 """Every so many calls the node that was started on the file also has to do more work."""
+STEPS = {"threads": 1, "nixl": 9}
+"""Crashes at every so manieth place: what is found does not depend on how it got there."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ def is_made(life: Life) -> int:
     return next(place for place, event in enumerate(life.events) if event.data is None and event.offset >= 0) + 1
 
 
-def crashes(life: Life) -> Iterator[Case]:
-    """After every disk call, and in the middle of every write."""
-    for count in range(is_made(life), len(life.events) + 1):
+def crashes(life: Life, step: int = 1) -> Iterator[Case]:
+    """After every disk call (or every so manieth), and in the middle of every write."""
+    for count in range(is_made(life), len(life.events) + 1, step):
         done, works = life.events[:count], count % WORK_EVERY == 0
         yield Case(f"after {count} calls", done, due(life.states, count, torn=False), False, works)
         data = life.events[count].data if count < len(life.events) else None
@@ -115,9 +118,11 @@ def wrongs(cases: Iterator[Case], life: Life, path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_extents")
-def test_a_node_that_dies_at_any_disk_call_keeps_its_promises(tmp_path: Path) -> None:
-    life = lived(tmp_path / "ssd")
-    assert list(wrongs(crashes(life), life, tmp_path / "crashed")) == []
+@pytest.mark.parametrize("way", IO_WAYS)
+def test_a_node_that_dies_at_any_disk_call_keeps_its_promises(tmp_path: Path, way: str) -> None:
+    life = lived(tmp_path / "ssd", way)
+    assert bytes(image_of(life.disk.events)) == life.path.read_bytes(), "the record is what is in the file"
+    assert list(wrongs(crashes(life, STEPS[way]), life, tmp_path / "crashed")) == []
 
 
 @pytest.mark.slow

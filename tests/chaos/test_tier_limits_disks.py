@@ -19,6 +19,7 @@ from tests.chaos.node_thread import NodeThread
 from tests.chaos.pool_processes import Processes, stats_of, until
 from tests.chaos.test_ssd_limits import mounted
 from tests.chaos.tier_node import SLOT_BYTES, WAIT_S, TierNode
+from tests.unit.node.tiered_node import IO_WAYS
 
 needs_fuse = pytest.mark.skipif(bool(fuse_disk.missing()), reason=f"no FUSE disk: {fuse_disk.missing()}")
 
@@ -32,9 +33,11 @@ def disk(tmp_path: Path) -> Iterator[FuseDisk]:
         yield disk
 
 
-@pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: FuseDisk) -> Iterator[TierNode]:
-    node = TierNode(tmp_path, monkeypatch, ssd_path=disk.path)
+@pytest.fixture(params=IO_WAYS)
+def node(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: FuseDisk
+) -> Iterator[TierNode]:
+    node = TierNode(tmp_path, monkeypatch, ssd_path=disk.path, ssd_io=request.param)
     yield node
     node.close()
 
@@ -71,6 +74,25 @@ def test_a_node_on_a_disk_that_is_pulled_out_in_the_middle_of_a_write(node: Tier
 
 
 @needs_fuse
+def test_a_read_that_stands_still_holds_neither_the_node_nor_its_dram(node: TierNode, disk: FuseDisk) -> None:
+    on_ssd = node.on_ssd(1, 1)
+    node.settle()
+    disk.tell("stop read")
+    result = node.read(on_ssd, deadline_s=0.3)
+    assert (result.chunks, result.reason) == (0, MissReason.DEADLINE)
+    disk.wait_stopped()
+    assert node.call(lambda: len(node.core.own_slots)) == 1, "the disk may still write there"
+    for number in range(2000, 2004):
+        keys = node.write(number, 8)
+        assert node.read(keys).chunks == 8
+        node.check()
+    disk.tell("ok")
+    until(lambda: node.call(lambda: not node.core.own_slots))
+    assert node.read(on_ssd).chunks == 1
+    node.check()
+
+
+@needs_fuse
 def test_a_slow_disk_is_only_slow(node: TierNode, disk: FuseDisk) -> None:
     disk.tell("slow 0.01")
     for number in range(3):
@@ -101,10 +123,11 @@ def test_a_disk_that_is_full_for_a_while(node: TierNode, disk: FuseDisk) -> None
 
 
 @pytest.mark.slow
-def test_a_limit_of_file_sizes_that_comes_while_the_node_runs(processes: Processes) -> None:
+@pytest.mark.parametrize("ssd_io", IO_WAYS)
+def test_a_limit_of_file_sizes_that_comes_while_the_node_runs(processes: Processes, ssd_io: str) -> None:
     """As a quota does: the part of the file beyond it takes nothing more, the rest serves on."""
     path = processes.folder / "pages.kvssd"
-    node = processes.node(dram=512 << 10, ssd=f"{path}:4MiB", slots=4096)
+    node = processes.node(dram=512 << 10, ssd=f"{path}:4MiB", slots=4096, ssd_io=ssd_io)
     client = processes.client(node)
     assert client.do("write", prompt=0, chunks=8)["stored"] == 8
     until(lambda: stats_of(node).get("saves", 0) == 8)
@@ -122,8 +145,9 @@ def test_a_limit_of_file_sizes_that_comes_while_the_node_runs(processes: Process
     assert not any(client.do("read", prompt=prompt, chunks=8).get("wrong") for prompt in range(20))
 
 
+@pytest.mark.parametrize("ssd_io", IO_WAYS)
 def test_a_tmpfs_too_small_for_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ssd_io: str
 ) -> None:
     """Without room for a superblock the start is refused; with room for little more the node lives by its DRAM."""
     (tmp_path / "tiny").mkdir()
@@ -132,7 +156,7 @@ def test_a_tmpfs_too_small_for_anything(
         with pytest.raises(KvStoreError, match=r"No space left on device.*free some"):
             NodeThread(tmp_path, ssd=f"{folder / 'ssd'}:4MiB")
         (folder / "other").unlink()
-        node = TierNode(tmp_path, monkeypatch, ssd_path=folder / "ssd")
+        node = TierNode(tmp_path, monkeypatch, ssd_path=folder / "ssd", ssd_io=ssd_io)
         assert "less free than --ssd names" in caplog.text
         assert node.cache.persist(node.write(1, 8), deadline_s=WAIT_S)[1] == "ssd_full"
         serves_from_dram(node)
@@ -194,6 +218,8 @@ def test_f13_an_impossible_value_is_refused_with_an_example(settings: dict[str, 
     [
         ({"eviction": "lur"}, "unknown eviction policy 'lur'.*(known|did you mean).*lru"),
         ({"ssd_admission": "second-touch"}, "unknown ssd_admission 'second-touch'.*second_touch"),
+        ({"ssd_io": "io_uring"}, "unknown ssd_io 'io_uring'; known: auto, threads, nixl, gds"),
+        ({"ssd_io": "gds"}, "no GPU arena: use auto, threads or nixl"),
         ({"quotas": "a:dram=1MiB..;b:dram=3500KiB.."}, "the minima of DRAM are .* bytes together"),
         ({"quotas": "a:dram=1MiB..;a:ssd=1MiB.."}, "a name occurs twice"),
         ({"quotas": "a:ssd=1GiB.."}, "the minima of SSD are"),

@@ -34,6 +34,11 @@ def test_help_brings_neither_grpc_nor_torch() -> None:
     assert not _modules_after(code) & {"grpc", "torch", "nixl", "numpy", "kvstore.client", "kvstore.assemble"}
 
 
+def test_a_node_brings_nixl_only_where_it_is_named() -> None:
+    loaded = _modules_after("import kvstore.node.daemon, kvstore.node.arena.ssd_nixl, kvstore.nixl_library")
+    assert not loaded & {"nixl", "nixl_cu12", "nixl_cu13", "torch"}
+
+
 def test_every_public_name_can_be_had() -> None:
     assert [name for name in kvstore.__all__ if getattr(kvstore, name, None) is None] == []
     assert set(kvstore.__all__) <= set(dir(kvstore))

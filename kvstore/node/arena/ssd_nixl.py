@@ -22,8 +22,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-QUEUES: Final = {"use_uring": "io_uring", "use_aio": "libaio"}
+QUEUES: Final = MappingProxyType({"use_uring": "io_uring", "use_aio": "libaio"})
 """Parameters of the plug-in, the better one first, and what they mean."""
 _PLUGIN: Final = "POSIX"
 _LEAST_PAUSE_S: Final = 50e-6
@@ -142,9 +143,9 @@ class NixlIo:
         return errors
 
     def _transfer(self, operation: str, runs: Sequence[Run]) -> _Transfer | None:
-        """The order for these runs; None where a piece of memory is not registered."""
+        """The order for these runs; None where there are none, or a piece of memory is not registered."""
         pieces = [(_address(piece), len(piece)) for run in runs for piece in run.pieces]
-        if not all(self._start <= address and address + size <= self._stop for address, size in pieces):
+        if not pieces or not all(self._start <= address and address + size <= self._stop for address, size in pieces):
             return None
         memory = np.zeros((len(pieces), 3), dtype=np.uint64)
         file = np.zeros((len(pieces), 3), dtype=np.uint64)
@@ -277,9 +278,9 @@ def _address(memory: Bytes | Buffer) -> int:
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
-def make_agent(library: NixlLibrary) -> tuple[Any, str]:
-    """An agent with the plug-in, and the kind of its queue. Raises ConfigurationError where the kernel refuses both."""
-    for parameter, queue_name in QUEUES.items():
+def make_agent(library: NixlLibrary, queues: Mapping[str, str] = QUEUES) -> tuple[Any, str]:
+    """An agent with the plug-in, and the kind of its queue. Raises ConfigurationError where the kernel refuses all."""
+    for parameter, queue_name in queues.items():
         settings = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
         agent = library.api.nixl_agent(f"kvstore-ssd-{os.getpid()}-{next(_numbers)}", settings)
         try:

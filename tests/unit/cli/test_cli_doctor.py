@@ -305,6 +305,26 @@ def test_nixl_is_optional_and_tried_in_a_process_of_its_own(subject: Subject, mo
     assert "-11" in one(probes_software.nixl_transport, subject).found
 
 
+def test_ssd_io_is_tried_where_a_node_would_use_nixl(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probes.run(probes_software.ssd_io, subject) == [], "there is no SSD"
+    subject = replace(subject, ssd_path=Path("/somewhere"), ssd_bytes=MIB)
+    assert one(probes_software.ssd_io, subject) == Probed("ssd io", OK, "threads")
+    wrong = one(probes_software.ssd_io, replace(subject, ssd_path=None, ssd_io="gds"))
+    assert wrong.state is FAIL and "no GPU arena" in wrong.found
+
+    def ended(code: int, said: str, errors: str) -> Callable[..., Any]:
+        return lambda *_, **__: subprocess.CompletedProcess([], code, said, errors)
+
+    subject = replace(subject, ssd_io="nixl")
+    monkeypatch.setattr(subprocess, "run", ended(0, "libaio\n", "E1130 io_uring refused"))
+    assert one(probes_software.ssd_io, subject) == Probed("ssd io", OK, "nixl (libaio)")
+    monkeypatch.setattr(subprocess, "run", ended(1, "", "Traceback\nConfigurationError: NIXL is not installed\n"))
+    found = one(probes_software.ssd_io, subject)
+    assert found.state is FAIL and "NIXL is not installed" in found.found and "--ssd-io threads" in found.remedy
+    monkeypatch.setattr(subprocess, "run", ended(-11, "", ""))
+    assert "-11" in one(probes_software.ssd_io, subject).found
+
+
 # --- the command ---------------------------------------------------------------------------------------------
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvstore.model import checksum
 from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, NodeInfo, Outcome
+from kvstore.node.arena import SsdIo
 from kvstore.node.arena.ssd import SsdArena
 from kvstore.node.arena.ssd_file import Calls
 from kvstore.node.arena.ssd_format import HEADER_BYTES
@@ -39,6 +41,9 @@ POISON = 0xA5
 ENTRIES = 256
 WAIT_S = 10.0
 Bytes = npt.NDArray[np.uint8]
+OpenIo = Callable[[SsdArena, Bytes], SsdIo]
+IO_WAYS = ["threads", pytest.param("nixl", marks=pytest.mark.nixl)]
+"""Ways of `ssd_io`, to run a test over each."""
 
 
 @cache
@@ -70,7 +75,8 @@ class DramMemory:
 
 
 class TieredNode:
-    """One worker's life over an SSD file. `memory`: of the worker before it, None for a host that was restarted."""
+    """One worker's life over an SSD file. `memory`: of the worker before it, None for a host that was restarted.
+    `open_io`: how its payloads get there, None: by threads."""
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class TieredNode:
         calls: Calls | None = None,
         settings: CoreSettings | None = None,
         clock: FakeClock | None = None,
+        open_io: OpenIo | None = None,
     ) -> None:
         self.path = path
         self.clock = clock or FakeClock()
@@ -100,7 +107,7 @@ class TieredNode:
         if memory is not None:
             recover(core, memory.catalog, self.clock())
         self.found: RecoveredSsd = recover_ssd(core, ssd.superblock, ssd.scan(), self.clock())
-        self.tiers = TierStack(core, self.memory.arena, ssd)
+        self.tiers = TierStack(core, self.memory.arena, ssd, open_io and open_io(ssd, self.memory.arena))
         self.tiers.take_up(self.found.spaces)
         core.settle()
         core.check()

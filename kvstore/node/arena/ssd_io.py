@@ -1,14 +1,20 @@
 """How payloads go to and from the SSD file: by system calls of the tier's threads, or by NIXL. `open_ssd_io` chooses.
 
 `auto` is threads. Measured with `bench/ssd.py` and `bench/ssd_node.py` (`--io threads,nixl`, alternated rounds, two
-cores, ext4 on a virtual disk): both are as fast as the disk, and NIXL takes more of the processor, because somebody has
-to ask how far it is and its work goes through one more thread:
+shared cores, ext4 on a virtual disk), threads : nixl (io_uring), processor seconds of the whole process per GiB:
 
-    slots of            64 KiB        256 KiB       2 MiB         8 MiB
-    read, CPU s/GiB     0.42 : 0.49   0.19 : 0.43   0.10 : 0.19   0.07 : 0.10     threads : nixl (io_uring)
-    write, CPU s/GiB    0.30 : 0.46   0.19 : 0.33   0.08 : 0.16   0.07 : 0.10
+    slots of                64 KiB        256 KiB       2 MiB         8 MiB
+    read, GB/s              0.77 : 0.90   2.14 : 1.41   0.81 : 0.78   1.09 : 1.02
+    read, CPU s/GiB         0.55 : 0.57   0.22 : 0.50   0.12 : 0.35   0.09 : 0.19
+    write, GB/s             1.56 : 1.79   2.44 : 1.55   1.57 : 1.61   1.66 : 1.70
+    write, CPU s/GiB        0.67 : 0.57   0.21 : 0.45   0.13 : 0.25   0.11 : 0.17
+    read back, CPU s/GiB                  0.63 : 0.71   0.28 : 0.35   0.21 : 0.26
+    save, CPU s/GiB                       0.31 : 0.46   0.16 : 0.22   0.11 : 0.15
 
-A disk that needs a longer queue than the threads give it may turn this round: measure there, and name the way.
+Where the disk is the bound both are as fast as it, and where it is not NIXL is slower: somebody has to ask how far it
+is, and its work goes through one more thread. It gains where small slots lie scattered, because a job's slots are under
+way together. A disk that needs a longer queue than eight threads give it may decide otherwise: measure there, and name
+the way.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class NixlIo:
             agent.register_memory([(0, arena.size_bytes, arena.descriptor, "")], "FILE", [_PLUGIN]),
         ]
         self._unposted: list[Any] = []
-        """Handles whose posting failed: the plug-in may hold on to them."""
+        """Handles whose posting failed: the plug-in may hold on to them. Its queue is never full: it has room for
+        65,536 pieces, and a tier's 16 threads have at most 1,024 under way each."""
         self._lock = threading.Lock()
         self._orders: deque[_Transfer | None] = deque()
         self._has_orders = threading.Event()

@@ -41,6 +41,8 @@ def load_nixl() -> NixlLibrary:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     if numbers < LEAST_VERSION or numbers in REFUSED_VERSIONS:
         raise ConfigurationError(f"NIXL {version} is too old or known to be broken: {_REMEDY}")
+    # Among the answers on standard output is no place for UCX's warnings either.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     is_first, reports = "nixl" not in sys.modules, logging.raiseExceptions
     try:
         api = importlib.import_module("nixl._api")

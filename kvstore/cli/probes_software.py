@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import mmap
 import os
 import platform
@@ -24,7 +25,7 @@ _OPTIONAL_PACKAGES = ("torch", "nixl")
 _REFUSED = {("nixl", "1.5.2")}
 _OURS = "kvstore.v1"
 _ANSWER_S = 1.0
-_IMPORT_S = 60.0
+_PROBE_S = 60.0
 
 
 # --- versions ----------------------------------------------------------------------------------------------------
@@ -197,22 +198,29 @@ def tcp_transport(_: Subject) -> Iterator[Probed]:
 
 
 def nixl_transport(_: Subject) -> Iterator[Probed]:
-    """Importable or not; in a process of its own, because native libraries may end it."""
+    """One page out of another process; in a process of its own, because native libraries may end it."""
     name = "transport nixl"
     if importlib.util.find_spec("nixl") is None:
         yield Probed(name, State.OK, "not installed: other hosts are read over tcp (pip install 'kvstore[nixl]')")
         return
-    code = "import nixl._api"
+    command = [sys.executable, "-m", "kvstore.transport.nixl_probe"]
     try:
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S)
     except subprocess.TimeoutExpired:
-        yield Probed(name, State.WARN, f"not imported after {_IMPORT_S:g} s", "tcp is used instead; see its own log")
+        yield Probed(name, State.WARN, f"no answer after {_PROBE_S:g} s", "tcp is used instead; see its own log")
         return
-    if ended.returncode == 0:
-        yield Probed(name, State.OK, "can be imported")
+    lines = ended.stdout.strip().splitlines()
+    if ended.returncode or not lines:
+        said = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode}"]
+        yield Probed(name, State.WARN, said[-1], "tcp is used instead; install what it misses, or another version")
+        return
+    answer = json.loads(lines[-1])
+    if not answer["ok"]:
+        yield Probed(name, State.WARN, answer["detail"], "tcp is used instead; install what it misses")
+    elif answer["rdma_devices"]:
+        yield Probed(name, State.OK, f"one page over {answer['detail']}; RDMA: {', '.join(answer['rdma_devices'])}")
     else:
-        lines = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode}"]
-        yield Probed(name, State.WARN, lines[-1], "tcp is used instead; install what it misses, or another version")
+        yield Probed(name, State.OK, f"one page over {answer['detail']}; no RDMA device here, so auto reads over tcp")
 
 
 def ssd_io(subject: Subject) -> Iterator[Probed]:
@@ -234,9 +242,9 @@ def ssd_io(subject: Subject) -> Iterator[Probed]:
     code = "from kvstore.node.arena import ssd_nixl; print(ssd_nixl.make_agent(ssd_nixl.load_nixl())[1])"
     remedy = "install what it misses, or use --ssd-io threads"
     try:
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_S)
     except subprocess.TimeoutExpired:
-        yield Probed(name, State.FAIL, f"NIXL was not loaded after {_IMPORT_S:g} s", remedy)
+        yield Probed(name, State.FAIL, f"NIXL was not loaded after {_PROBE_S:g} s", remedy)
         return
     if ended.returncode == 0:
         yield Probed(name, State.OK, f"nixl ({ended.stdout.split()[-1]})")

@@ -13,9 +13,7 @@ kept small enough to be lost: one for each peer.
 from __future__ import annotations
 
 import atexit
-import importlib
 import importlib.util
-import logging
 import os
 import threading
 import weakref
@@ -28,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CapacityExhausted, ConfigurationError, ForkedProcess, Unreachable
+from kvstore.nixl_library import load_nixl
 from kvstore.transport import ReadStatus
 
 BACKENDS: Final = ("UCX", "LIBFABRIC")
@@ -54,28 +53,6 @@ def path_name(backend: str) -> str:
     return f"{backend} ({told})" if backend == "UCX" and told else backend
 
 
-def load() -> Any:
-    """The library. Raises ConfigurationError with what to do where it is not there."""
-    # UCX would print its warnings among the answers on standard output.
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    with _LOADING:
-        raise_exceptions = logging.raiseExceptions
-        try:
-            api = importlib.import_module("nixl._api")
-        except ImportError as exc:
-            raise ConfigurationError(
-                f"the nixl transport needs the nixl package ({exc}): pip install 'kvstore[nixl]', or use transport tcp"
-            ) from exc
-        finally:
-            logging.raiseExceptions = raise_exceptions  # the library turns it off for everybody
-        log = logging.getLogger("nixl")
-        log.handlers.clear()  # it would print to standard output
-        log.propagate = True
-        if not os.environ.get("NIXL_LOG_LEVEL"):
-            log.setLevel(logging.WARNING)
-        return api
-
-
 class Agent:
     """`name` must be unique among all agents that meet. `devices`: network devices to use, none = all.
 
@@ -86,12 +63,9 @@ class Agent:
     def __init__(self, name: str, backend: str = "UCX", devices: Sequence[str] = ()) -> None:
         if backend not in BACKENDS:
             raise ConfigurationError(f"unknown NIXL back-end {backend!r}; known: {', '.join(BACKENDS)}")
-        api = load()
-        bindings = api.nixlBind
-        self._errors = tuple(
-            value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")
-        )
-        self._api = api
+        with _LOADING:
+            library = load_nixl()
+        api, self._errors = library.api, library.errors
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self.name = name

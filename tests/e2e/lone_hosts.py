@@ -1,7 +1,8 @@
 """Hosts for tests: processes that share nothing but the kernel and the files outside /run and /var/lib.
 
-A host has its own network (also in /sys, where UCX looks for it), its own /run and /var/lib (so no socket and no data folder of another host is there), its
-own name, and none of our `KVSTORE_` variables. Its namespaces have no names: they end with its last process.
+A host has its own network (also in /sys, where UCX looks for it), its own /run and /var/lib (so no socket and no data
+folder of another host is there), its own name, and none of our `KVSTORE_` variables. Its namespaces have no names: they
+end with its last process.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from kvstore.errors import Unreachable
 LINK = "link0"
 START_DEADLINE_S = 20.0
 _SET_UP = """
-mount -t tmpfs none /run && mount -t tmpfs none /var/lib && mount -t sysfs none /sys && hostname {name} && ip link set lo up &&
-echo '{{"ready": true}}' && exec cat
+mount -t tmpfs none /run && mount -t tmpfs none /var/lib && mount -t sysfs none /sys && hostname {name} &&
+ip link set lo up && echo '{{"ready": true}}' && exec cat
 """
 
 

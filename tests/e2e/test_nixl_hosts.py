@@ -1,4 +1,4 @@
-"""Two hosts, two nodes, two workers and a metadata service in network namespaces: what NIXL reads comes over the link."""
+"""Two hosts, two nodes, two workers, a metadata service in network namespaces: what NIXL reads comes over the link."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
         for host, name in ((a, "$HOST_A"), (b, "$HOST_B")):
             node = host.start(
                 "node",
-                f"kvstore node --control-address {name}:7420 --data-address {name}:7422 --metrics-address '' --insecure "
-                "--metadata-address $HOST_A:7410 --dram 128MiB --transport nixl --json",
+                f"kvstore node --control-address {name}:7420 --data-address {name}:7422 --metrics-address '' "
+                "--insecure --metadata-address $HOST_A:7410 --dram 128MiB --transport nixl --json",
             )
             announced = node.receive(60.0)
             assert announced["data_paths"] == ["tcp", "nixl UCX (tcp)"]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from kvstore.model.layout import Attention, Dtype, Geometry, PageLayout, Rectangle, SideComponent
     from kvstore.model.namespace import Namespace
+    from kvstore.model.parallel import Rank, share_of
     from kvstore.model.prefix import Extra, ExtraKind, Keys
     from kvstore.model.ticket import Ticket
     from kvstore.model.values import MissReason, Outcome
@@ -60,6 +61,7 @@ __all__ = [
     "NotFound",
     "Outcome",
     "PageLayout",
+    "Rank",
     "Rectangle",
     "SessionLost",
     "SideComponent",
@@ -70,6 +72,7 @@ __all__ = [
     "__version__",
     "connect",
     "open_local",
+    "share_of",
 ]
 
 _NAMES = {
@@ -79,6 +82,7 @@ _NAMES = {
     "LayoutMismatch LimitExceeded NotFound SessionLost StaleReference Unauthorized Unreachable",
     "kvstore.model.layout": "Attention Dtype Geometry PageLayout Rectangle SideComponent",
     "kvstore.model.namespace": "Namespace",
+    "kvstore.model.parallel": "Rank share_of",
     "kvstore.model.prefix": "Extra ExtraKind Keys",
     "kvstore.model.ticket": "Ticket",
     "kvstore.model.values": "MissReason Outcome",

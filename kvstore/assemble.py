@@ -268,11 +268,13 @@ class EmbeddedHost:
         with self._verb():
             self.core.register_namespace(self._session, namespace, geometry, written_here)
 
-    def reserve(self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float) -> ReserveAnswer:
+    def reserve(
+        self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float, wanted: Sequence[int] = ()
+    ) -> ReserveAnswer:
         """See NodeApi."""
         with self._verb():
             self.core.renew(self._session)
-            return self.core.reserve(self._session, keys, shard, ticket_id)
+            return self.core.reserve(self._session, keys, shard, ticket_id, wanted)
 
     def commit(
         self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool, deadline_s: float

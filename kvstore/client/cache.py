@@ -21,8 +21,8 @@ from kvstore.model.layout import Geometry, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Extra, KeyChain, Keys, Tokens
 from kvstore.model.ticket import Ticket
-from kvstore.model.values import MissReason, NodeInfo
-from kvstore.node import NodeApi
+from kvstore.model.values import MissReason, NodeInfo, Outcome
+from kvstore.node import NodeApi, ReserveAnswer
 
 
 class Cache:
@@ -216,8 +216,19 @@ class Cache:
             self._nodes, target, self.namespace, self.geometry, written_here, self.shard, keys, filled, end_s
         )
 
-    def begin_write(self, keys: Keys, *, for_ticket: Ticket | None = None, deadline_s: float = 30.0) -> PendingWrite:
-        """Reserve; the caller fills what is granted and commits. See `PendingWrite`."""
+    def begin_write(
+        self,
+        keys: Keys,
+        *,
+        chunks: Sequence[int] | None = None,
+        for_ticket: Ticket | None = None,
+        deadline_s: float = 30.0,
+    ) -> PendingWrite:
+        """Reserve; the caller fills what is granted and commits. See `PendingWrite`.
+
+        `chunks`: places in the keys that this writer stores, where other writers of the same prompt store the others,
+        before or after it (context-parallel ranks); None = all. The keys are the whole chain all the same.
+        """
         self._check(keys)
         end_s = time.monotonic() + deadline_s
         host = self._nodes.host(deadline_s)
@@ -226,7 +237,10 @@ class Cache:
         if not host.writable:
             raise InvalidRequest("the node gave this process read-only memory (no pidfd); it cannot write")
         ticket_id = for_ticket.id if for_ticket is not None else b""
-        answer = host.api.reserve(keys, self.shard, ticket_id, _left(end_s))
+        if chunks is None or chunks:
+            answer = host.api.reserve(keys, self.shard, ticket_id, _left(end_s), chunks or ())
+        else:
+            answer = ReserveAnswer(0, [Outcome.LEFT_TO_OTHERS] * len(keys), [0] * len(keys))
         return PendingWrite(host, self.layout, self.rectangle, keys, answer, end_s, self._checksums)
 
     def remove(self, keys: Keys, *, deadline_s: float = 5.0) -> int:

@@ -61,6 +61,8 @@ class Outcome(enum.IntEnum):
     """Another writer has it reserved; keep the source until your own Commit."""
     COMMITTED = 4
     """Only from Commit: your bytes are visible."""
+    LEFT_TO_OTHERS = 5
+    """The caller did not want it, and nobody has stored it yet."""
     REFUSED_FULL = 16
     """No slot could be freed (everything is leased, pinned or reserved)."""
     REFUSED_CATALOG_FULL = 17

@@ -91,8 +91,13 @@ class NodeApi(Protocol):
     ) -> None:
         """Tell the node of a namespace and, for writers, how they cut its chunks. Idempotent."""
 
-    def reserve(self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float) -> ReserveAnswer:
-        """Ask for slots for one shard of each key of a whole chain. `ticket_id` may be empty."""
+    def reserve(
+        self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float, wanted: Sequence[int] = ()
+    ) -> ReserveAnswer:
+        """Ask for slots for one shard of each key of a whole chain. `ticket_id` may be empty.
+
+        `wanted`: places to ask for, where other writers store the rest of the chain; none = all.
+        """
 
     def commit(
         self, attempt: int, indices: Sequence[int], table_hashes: Sequence[int], last: bool, deadline_s: float

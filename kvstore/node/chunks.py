@@ -112,7 +112,7 @@ class Chunk:
     `next_sibling` and `previous_sibling` link the children of one parent (a set a chunk would cost more than the
     chunk). `holds` counts leases and pins. `fingerprint` and `parent_fingerprint` are None when the writer sent none;
     of the former only 48 bits outlive a restart. `depth` counts the chunks before it, `used_s` is the time of its last
-    use, `uses` counts them.
+    use, `uses` counts them. `parent_promised`: its writer leaves the chunk before it to another writer.
     """
 
     key: bytes
@@ -132,6 +132,7 @@ class Chunk:
     holds: int = 0
     published: bool = False
     depth: int = 0
+    parent_promised: bool = False
     used_s: float = 0.0
     uses: int = 0
 

@@ -37,7 +37,7 @@ from kvstore.node.holds import Holds
 from kvstore.node.news import News
 from kvstore.node.pool import Pool
 from kvstore.node.quotas import Quota, Quotas
-from kvstore.node.reservations import Attempt, Reservations, Writer
+from kvstore.node.reservations import ALL_PLACES, Attempt, Reservations, Writer
 from kvstore.node.side_objects import SideObjects
 from kvstore.node.slots import SlotAllocator
 
@@ -206,7 +206,9 @@ class NodeCore:
             self.news.know(namespace.id, geometry)
         return space
 
-    def reserve(self, session: int, keys: Keys, shard: int, ticket_id: bytes) -> ReserveAnswer:
+    def reserve(
+        self, session: int, keys: Keys, shard: int, ticket_id: bytes, wanted: Sequence[int] = ()
+    ) -> ReserveAnswer:
         """See NodeApi. The present part of the chain counts as used, and is pinned where a ticket is named."""
         owner = self.session(session)
         space = self._space(keys)
@@ -218,7 +220,12 @@ class NodeCore:
         names = set(keys)
         if len(names) != len(keys) or keys.parent in names or keys.namespace_id in names:
             raise InvalidRequest("a chain names each chunk once, and never itself as its parent")
-        answer, _ = self.reservations.reserve(owner.writer, space, keys, shard, ticket_id, self._clock(), life_s)
+        places = frozenset(wanted) if wanted else ALL_PLACES
+        if wanted and not 0 <= min(places) <= max(places) < len(keys):
+            raise InvalidRequest(f"wanted places lie in the chain of {len(keys)} keys")
+        answer, _ = self.reservations.reserve(
+            owner.writer, space, keys, shard, ticket_id, self._clock(), life_s, places
+        )
         for outcome, count in Counter(answer.outcomes).items():
             self.pool.counts[f"reserve_{outcome.name.lower()}"] += count
         present = [key for key, outcome in zip(keys, answer.outcomes, strict=True) if outcome is Outcome.PRESENT]

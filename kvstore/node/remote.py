@@ -65,10 +65,12 @@ class RemoteNode:
         )
         self._verb("RegisterNamespace", request, deadline_s)
 
-    def reserve(self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float) -> ReserveAnswer:
+    def reserve(
+        self, keys: Keys, shard: int, ticket_id: bytes, deadline_s: float, wanted: Sequence[int] = ()
+    ) -> ReserveAnswer:
         """See NodeApi."""
         request = node_pb2.ReserveRequest(
-            session=self.session, chain=wire.chain_to_message(keys), shard=shard, ticket_id=ticket_id
+            session=self.session, chain=wire.chain_to_message(keys), shard=shard, ticket_id=ticket_id, wanted=wanted
         )
         answer = messages.reserve_from_message(self._verb("Reserve", request, deadline_s))
         _check_length(len(keys), answer.outcomes, answer.slots)

@@ -8,17 +8,21 @@ quarantined: it is not handed out again before the writing process is certainly 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.model.prefix import Keys
 from kvstore.model.values import Outcome
-from kvstore.node import CommitAnswer, ReserveAnswer
+from kvstore.node import KEYS_LIMIT, CommitAnswer, ReserveAnswer
 from kvstore.node.chunks import Chunk, KnownNamespace
 from kvstore.node.pool import Pool, SlotState
 
 ATTEMPTS_PER_SESSION = 1024
 """Reservations of one session at a time; a further one is refused like one over the session's bytes."""
+
+ALL_PLACES: Final = range(KEYS_LIMIT)
+"""A writer wants every chunk of its chain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,8 @@ class Attempt:
     shard: int
     ticket_id: bytes
     expires_s: float
+    wanted: Container[int]
+    """Places in the chain that this writer stores; the others are stored by others, before or after it."""
     key_list: list[bytes] = field(init=False)
     """The keys as a list, and below it their fingerprints as ints: a batch looks at each several times."""
     prints: list[int] | None = field(init=False)
@@ -103,12 +109,13 @@ class Reservations:
         ticket_id: bytes,
         now_s: float,
         life_s: float,
+        wanted: Container[int] = ALL_PLACES,
     ) -> tuple[ReserveAnswer, Attempt | None]:
         """Classify each key, then grant slots for what is missing, first to last."""
-        attempt = Attempt(self._next, writer, space, keys, shard, ticket_id, now_s + life_s)
+        attempt = Attempt(self._next, writer, space, keys, shard, ticket_id, now_s + life_s, wanted)
         outcomes = [self._classify(attempt, index) for index in range(len(keys))]
         if len(writer.attempts) >= ATTEMPTS_PER_SESSION:
-            kept = (Outcome.PRESENT, Outcome.REFUSED_COLLISION)
+            kept = (Outcome.PRESENT, Outcome.LEFT_TO_OTHERS, Outcome.REFUSED_COLLISION)
             outcomes = [outcome if outcome in kept else Outcome.REFUSED_SESSION_LIMIT for outcome in outcomes]
         attempt.waiting = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.IN_PROGRESS]
         self._grant(attempt, [i for i, outcome in enumerate(outcomes) if outcome is Outcome.GRANTED], outcomes, now_s)
@@ -121,19 +128,22 @@ class Reservations:
         return ReserveAnswer(attempt.number, outcomes, slots), attempt
 
     def _classify(self, attempt: Attempt, index: int) -> Outcome:
-        """PRESENT, IN_PROGRESS, a collision, or GRANTED meaning: wants a slot."""
+        """PRESENT, IN_PROGRESS, LEFT_TO_OTHERS, a collision, or GRANTED meaning: wants a slot."""
         chunk = self._pool.forest.chunks.get(attempt.key_list[index])
+        unwanted = index not in attempt.wanted
         if chunk is None:
-            return Outcome.GRANTED
+            return Outcome.LEFT_TO_OTHERS if unwanted else Outcome.GRANTED
         if attempt.collides(chunk, index):
             self._pool.counts["collisions"] += 1
             return Outcome.REFUSED_COLLISION
         if chunk.covering_anywhere(attempt.space.kinds[attempt.shard].rectangle) is not None:
             return Outcome.PRESENT
+        if unwanted:
+            return Outcome.LEFT_TO_OTHERS
         return Outcome.IN_PROGRESS if attempt.shard in chunk.pending else Outcome.GRANTED
 
     def _refuse_children(self, attempt: Attempt, outcomes: list[Outcome]) -> None:
-        """A chunk whose parent is neither stored nor granted is not stored: its new grant is undone."""
+        """A chunk whose parent is neither stored, granted nor left to others is not stored: its new grant is undone."""
         keys, space = attempt.keys, attempt.space
         parent = self._pool.forest.get(keys.parent)
         parent_ok = keys.parent == space.id or (parent is not None and parent.space is space)
@@ -192,6 +202,8 @@ class Reservations:
                 parent_fingerprint=None if prints is None else prints[index],
                 first_seen_s=now_s,
                 pending={attempt.shard: attempt.number},
+                depth=index,
+                parent_promised=index > 0 and index - 1 not in attempt.wanted,
             )
             pool.forest.add(chunk)
         chunk.pending[attempt.shard] = attempt.number
@@ -246,9 +258,10 @@ class Reservations:
         """Keys that others were writing at Reserve: committed by now, still in progress, or free again."""
         looked = {index: self._classify(attempt, index) for index in attempt.waiting}
         free = [index for index, outcome in looked.items() if outcome is Outcome.GRANTED]
-        chunks = self._pool.forest.chunks
+        places, chunks = range(len(attempt.key_list)), self._pool.forest.chunks
+        unwanted = {index: self._classify(attempt, index) for index in places if index not in attempt.wanted}
         outcomes = [
-            looked.get(index) or (Outcome.PRESENT if key in chunks else Outcome.REFUSED_STALE)
+            looked.get(index) or unwanted.get(index) or (Outcome.PRESENT if key in chunks else Outcome.REFUSED_STALE)
             for index, key in enumerate(attempt.key_list)
         ]
         self._grant(attempt, free, outcomes, now_s)

@@ -100,7 +100,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         """Slots for one shard of each key."""
         self._check_writes(request.session)
         ticket = _ticket_id(request.ticket_id)
-        answer = self._core.reserve(request.session, self._keys(request), request.shard, ticket)
+        wire.check_count("wanted", len(request.wanted))
+        answer = self._core.reserve(request.session, self._keys(request), request.shard, ticket, request.wanted)
         return messages.reserve_to_message(answer, RESERVATION_LIFETIME_MS)
 
     async def Commit(self, request: node_pb2.CommitRequest, _: Any) -> node_pb2.CommitResponse:

@@ -242,7 +242,13 @@ class Tier:
         stale = (
             chunk for key in islice(forest.uncovered, _SCAN_LIMIT) if (chunk := forest.chunks[key]).first_seen_s <= late
         )
-        for head in [*islice(forest.orphan_heads(), count), *stale]:
+        # What waits for a parent that another writer stores is given as long as what waits for a shard.
+        heads = (
+            head
+            for head in islice(forest.orphan_heads(), _SCAN_LIMIT)
+            if not head.parent_promised or head.first_seen_s <= late
+        )
+        for head in [*islice(heads, count), *stale]:
             for chunk in forest.subtree(head):
                 if self._has_class(chunk, size) and self._may_go(chunk, chosen):
                     chosen[chunk] = None

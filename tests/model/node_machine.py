@@ -145,10 +145,15 @@ class NodeMachine(RuleBasedStateMachine):
     def time_passes(self, rng: random.Random) -> None:
         self.node.clock.now += rng.choice([0.2, 1.0, 29.0, 61.0])
         if rng.random() < 0.7:
-            self.core.tick()
+            self._tick()
             for client in self.clients:
                 for writing in [w for w in client.writings.values() if w.ends_s <= self.node.clock.now]:
                     self._ended(client, writing)
+
+    def _tick(self) -> None:
+        """What a lease or a reservation kept over the cap until now may go."""
+        self.may_evict = set(self.stored) if self.room_chunks else None
+        self.core.tick()
 
     @rule(rng=RANDOM)
     def renew(self, rng: random.Random) -> None:
@@ -173,12 +178,18 @@ class NodeMachine(RuleBasedStateMachine):
     def reserve(self, rng: random.Random) -> None:
         chain = rng.choice(self.chains)
         keys = chain.slice(0, rng.randint(1, len(chain)))
-        self._reserve(self._client(rng), keys, rng.choice(self.shards), rng.choice([b"", *TICKETS]))
+        turn = rng.choice([None, None, 0, 1])
+        places = range(len(keys)) if turn is None else range(turn, len(keys), 2)
+        self._reserve(self._client(rng), keys, rng.choice(self.shards), rng.choice([b"", *TICKETS]), places)
 
-    def _reserve(self, client: Client, keys: Keys, shard: int, ticket: bytes) -> int:
+    def _reserve(self, client: Client, keys: Keys, shard: int, ticket: bytes, places: Sequence[int] = ()) -> int:
+        """`places`: those that this writer wants, the others are some other writer's; none = all."""
         expected = [self._expected(key, shard) for key in keys]
+        for index in set(range(len(keys))) - set(places or range(len(keys))):
+            if expected[index] is not Outcome.PRESENT:
+                expected[index] = Outcome.LEFT_TO_OTHERS
         self.may_evict = set(self.stored) - set(keys)
-        answer = self.core.reserve(client.session.number, keys, shard, ticket)
+        answer = self.core.reserve(client.session.number, keys, shard, ticket, places)
         for outcome, wanted in zip(answer.outcomes, expected, strict=True):
             assert outcome is wanted or (wanted is Outcome.GRANTED and outcome.refused)
         self._no_child_without_parent(keys, answer.outcomes)
@@ -359,9 +370,11 @@ class NodeMachine(RuleBasedStateMachine):
             return
         for client in self.clients:
             self.core.process_gone(client.session.number)
+            client.writings.clear()
         self.node.clock.now += 120
-        self.core.tick()
+        self._tick()
         self.core.check()
+        self.stored_is_what_the_model_says()
         stats = self.core.stats()
         zero = ("leases", "tickets", "pinned_bytes", "reserved_slots", "quarantined_bytes", "sessions")
         assert not any(stats[name] for name in zero)

@@ -58,5 +58,5 @@ GUARDS = {
 def test_a_walk_notices_a_guard_that_is_off(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, replacement = GUARDS[guard]
     monkeypatch.setattr(owner, name, replacement)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # a chunk that is gone under the node's own hands
         walk(NodeMachine(), seed=0, steps=3000)

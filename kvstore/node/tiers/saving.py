@@ -187,8 +187,9 @@ class Saver:
                 above = above.parent
             if not line:
                 continue
-            if line[-1].is_orphan:
-                self._backlog.put_off(chunk)  # nothing of it can be saved; others must not wait behind it
+            if line[-1].is_orphan or not all(each.copies for each in line):
+                # Its parent is not there, or still being written: nothing of it can be saved now. Others must not wait.
+                self._backlog.put_off(chunk)
                 continue
             for each in reversed(line):
                 size += sum(copy.size_bytes for copy in each.copies.values())

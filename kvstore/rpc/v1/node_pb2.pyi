@@ -14,6 +14,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_PRESENT: _ClassVar[Outcome]
     OUTCOME_IN_PROGRESS: _ClassVar[Outcome]
     OUTCOME_COMMITTED: _ClassVar[Outcome]
+    OUTCOME_LEFT_TO_OTHERS: _ClassVar[Outcome]
     OUTCOME_REFUSED_FULL: _ClassVar[Outcome]
     OUTCOME_REFUSED_CATALOG_FULL: _ClassVar[Outcome]
     OUTCOME_REFUSED_PARENT_MISSING: _ClassVar[Outcome]
@@ -27,6 +28,7 @@ OUTCOME_GRANTED: Outcome
 OUTCOME_PRESENT: Outcome
 OUTCOME_IN_PROGRESS: Outcome
 OUTCOME_COMMITTED: Outcome
+OUTCOME_LEFT_TO_OTHERS: Outcome
 OUTCOME_REFUSED_FULL: Outcome
 OUTCOME_REFUSED_CATALOG_FULL: Outcome
 OUTCOME_REFUSED_PARENT_MISSING: Outcome
@@ -117,16 +119,18 @@ class RegisterNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., namespace_number: _Optional[int] = ..., geometry_digest: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session", "chain", "shard", "ticket_id")
+    __slots__ = ("session", "chain", "shard", "ticket_id", "wanted")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     session: int
     chain: Chain
     shard: int
     ticket_id: bytes
-    def __init__(self, session: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., shard: _Optional[int] = ..., ticket_id: _Optional[bytes] = ...) -> None: ...
+    wanted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., shard: _Optional[int] = ..., ticket_id: _Optional[bytes] = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("attempt", "outcomes", "slots", "lifetime_ms")

@@ -82,10 +82,18 @@ class SmallNode:
     def tag(self, slot: int) -> int:
         return int(self.arena[slot * UNIT_BYTES :][:8].view("<u8")[0])
 
-    def reserve(self, session: Session, keys: Keys, *, shard: int | None = None, ticket: bytes = b"") -> ReserveAnswer:
+    def reserve(
+        self,
+        session: Session,
+        keys: Keys,
+        *,
+        shard: int | None = None,
+        ticket: bytes = b"",
+        wanted: Sequence[int] = (),
+    ) -> ReserveAnswer:
         space = self.core.pool.spaces[keys.namespace_id]
         chosen = Geometry.whole(space.layout).shard(0) if shard is None else shard
-        answer = self.core.reserve(session.number, keys, chosen, ticket)
+        answer = self.core.reserve(session.number, keys, chosen, ticket, wanted)
         self.core.check()
         return answer
 

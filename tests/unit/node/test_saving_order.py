@@ -40,6 +40,34 @@ def test_orphans_do_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(save())
 
 
+def test_what_waits_for_its_parent_to_be_written_is_saved_afterwards(tmp_path: Path) -> None:
+    """Context-parallel writers commit in any order. The cleaner once found no room for a child of what is still being
+    written, and never looked at it again."""
+
+    async def save() -> None:
+        space, shard = namespace(WIDE), Geometry.whole(WIDE).shard(0)
+        node = TieredNode(tmp_path / "file", 4 << 20, slots=96)
+        even, odd = (node.core.open_session(name, shared=True).number for name in ("even", "odd"))
+        for session in (even, odd):
+            node.core.register_namespace(session, space, Geometry.whole(WIDE), ())
+        keys = keys_of(space, 1, 6)
+        begun = node.core.reserve(even, keys, shard, b"", [0, 2, 4])
+        others = node.core.reserve(odd, keys, shard, b"", [1, 3, 5])
+        node.core.commit(odd, others.attempt, [1, 3, 5], [7] * 3, True)
+        pool = node.core.pool
+        assert node.tiers._saver._cut(pool.backlog.coldest(8)) == []
+        assert not await node.tiers._saver._save_now(pool.backlog.coldest(8))
+        assert pool.counts["ssd_no_room"] == 0 and len(pool.backlog.waiting) == 3
+        node.core.commit(even, begun.attempt, [0, 2, 4], [7] * 3, True)
+        assert node.tiers._saver._cut(pool.backlog.coldest(8))[0].key == keys[0]
+        while pool.backlog.waiting:
+            assert await node.tiers._saver._save_now(pool.backlog.coldest(8))
+        assert set(node.on_ssd()) == set(keys)
+        await node.tiers.stop()
+
+    asyncio.run(save())
+
+
 def test_a_long_chain_is_saved_in_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "BATCH_CHUNKS", 4)
 

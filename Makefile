@@ -16,7 +16,7 @@ setup: $(STAMP) ## Make .venv with everything that demo, tests and checks need
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,torch]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,torch,nixl]'
 	@touch $(STAMP)
 
 demo: $(STAMP) ## Run the main job on this machine: two nodes, three workers, one scheduler

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from typing import Any
 import numpy as np
 from local import bind, private
 from measure import alternated, ratio, report
-from remote import BareSender
 
 import kvstore
 from kvstore.analytics.processes import Children, console_script
@@ -40,9 +40,11 @@ from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.nixl_agent import Agent
 from kvstore.transport.staging import Staging
 from kvstore.transport.tcp import TcpTransport
+from kvstore.transport.tcp_server import SAME_HOST_SEND_BUFFER_BYTES
 
 DEADLINE_S = 60.0
 ROUNDS = 9
+SLOT_BYTES = (2 << 20) + 4096
 
 
 def main() -> None:
@@ -170,6 +172,52 @@ def places_of(address: str, keys: Any, cache: Any) -> list[ReadDescriptor]:
         ReadDescriptor(answer.places[at].slot, answer.places[at].slot * 4096, size, number * (size + 4096))
         for number, at in enumerate(order)
     ]
+
+
+class BareSender:
+    """A child that sends the batch, chunk by chunk in random order, for each byte it gets."""
+
+    def __init__(self, count: int, chunk_bytes: int) -> None:
+        self._chunk_bytes, self._count = chunk_bytes, count
+        fd = os.memfd_create("bare")
+        os.ftruncate(fd, count * SLOT_BYTES)
+        os.pwrite(fd, b"x" * chunk_bytes, 0)
+        for place in range(count):
+            os.pwrite(fd, os.urandom(1 << 16) * (chunk_bytes >> 16), place * SLOT_BYTES)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._child = os.fork()
+        if not self._child:
+            self._serve(listener, fd)
+            os._exit(0)
+        self._socket = socket.create_connection(listener.getsockname())
+        listener.close()
+        os.close(fd)
+
+    def _serve(self, listener: socket.socket, fd: int) -> None:
+        peer = listener.accept()[0]
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_SEND_BUFFER_BYTES)
+        order = np.random.default_rng(3).permutation(self._count).tolist()
+        while peer.recv(1):
+            for place in order:
+                offset = place * SLOT_BYTES
+                end = offset + self._chunk_bytes
+                while offset < end:
+                    offset += os.sendfile(peer.fileno(), fd, offset, end - offset)
+
+    def read(self, into: np.ndarray) -> None:
+        """Receive one batch into a flat buffer."""
+        self._socket.send(b"x")
+        view = into.data
+        for start in range(0, self._count * self._chunk_bytes, self._chunk_bytes):
+            rest = view[start : start + self._chunk_bytes]
+            while rest:
+                rest = rest[self._socket.recv_into(rest, 0, socket.MSG_WAITALL) :]
+
+    def close(self) -> None:
+        """End the child."""
+        self._socket.close()
+        os.waitpid(self._child, 0)
 
 
 class Bare:

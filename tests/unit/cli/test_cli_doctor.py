@@ -294,11 +294,17 @@ def test_nixl_is_optional_and_tried_in_a_process_of_its_own(subject: Subject, mo
     assert one(probes_software.nixl_transport, subject).state is OK
     monkeypatch.setattr(probes_software.importlib.util, "find_spec", lambda _: object())
 
-    def ended(code: int, text: str) -> Callable[..., Any]:
-        return lambda *_, **__: subprocess.CompletedProcess([], code, "", text)
+    def ended(code: int, text: str, answer: str = "") -> Callable[..., Any]:
+        return lambda *_, **__: subprocess.CompletedProcess([], code, answer, text)
 
-    monkeypatch.setattr(subprocess, "run", ended(0, ""))
-    assert one(probes_software.nixl_transport, subject) == Probed("transport nixl", OK, "can be imported")
+    page = '{"ok": true, "detail": "UCX", "rdma_devices": %s}'
+    monkeypatch.setattr(subprocess, "run", ended(0, "", page % "[]"))
+    assert "auto reads over tcp" in one(probes_software.nixl_transport, subject).found
+    monkeypatch.setattr(subprocess, "run", ended(0, "", page % '["mlx5_0"]'))
+    assert "RDMA: mlx5_0" in one(probes_software.nixl_transport, subject).found
+    monkeypatch.setattr(subprocess, "run", ended(0, "", '{"ok": false, "detail": "no UCX", "rdma_devices": []}'))
+    refused = one(probes_software.nixl_transport, subject)
+    assert (refused.state, refused.found) == (State.WARN, "no UCX")
     monkeypatch.setattr(subprocess, "run", ended(1, "Traceback\nImportError: libucp.so.0 not found\n"))
     assert "libucp.so.0" in one(probes_software.nixl_transport, subject).found
     monkeypatch.setattr(subprocess, "run", ended(-11, ""))

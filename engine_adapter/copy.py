@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 
 from engine_adapter.items import ItemCut, Places, cut_items
+from engine_adapter.pieces import Bytes, EngineShape, check_writeable, checked_blocks
 from engine_adapter.views import HeadPages
 from kvstore.errors import InvalidRequest, LayoutMismatch
 
-Bytes = npt.NDArray[np.uint8]
 Items = npt.NDArray[np.void]
 """Runs of bytes as opaque items."""
 
@@ -64,10 +64,15 @@ class PagedKv:
         if len({view.shape for view in first}) != 1:
             raise LayoutMismatch(f"K and V have one shape, not {[tuple(view.shape) for view in first]}")
         self._parts = [_Part(pages, number) for number in range(len(first))]
-        self._offsets, self._depth = (layer_offset, head_offset), len(pages.layers)
-        self._pages, self._heads = pages_per_chunk, int(first[0].shape[1])
-        self._head_page_bytes = pages.head_page_bytes
-        blocks = _checked_blocks(block_ids, pages.blocks_per_chunk, len(first[0]))
+        self._shape = EngineShape(
+            len(pages.layers),
+            int(first[0].shape[1]),
+            pages_per_chunk,
+            pages.head_page_bytes,
+            layer_offset,
+            head_offset,
+        )
+        blocks = checked_blocks(block_ids, pages.blocks_per_chunk, len(first[0]))
         # For each chunk, page and unit of the page: its block, and which unit of the block it is.
         units = np.arange(pages_per_chunk * pages.units_per_page).reshape(pages_per_chunk, pages.units_per_page)
         self._blocks: Places = blocks[:, units // pages.units_per_block]
@@ -84,8 +89,7 @@ class PagedKv:
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """Fill `slot` (layers, pages, heads, head_page_bytes) from the engine's pages of chunk `index`."""
-        if not slot.flags.writeable:
-            raise InvalidRequest("the slot to gather into is read-only")
+        check_writeable(slot)
         for items, places, stored in self._matched(index, slot, layer_start, head_start):
             # mode="clip": the default buffers `out`. No place is ever clipped, they were checked at the start.
             items.take(places, out=stored, mode="clip")
@@ -96,20 +100,8 @@ class PagedKv:
         """Per layer of `piece`: the engine's items, the places among them, the pool's items."""
         if not 0 <= index < len(self._blocks):
             raise InvalidRequest(f"chunk {index} of {len(self._blocks)}")
-        if piece.ndim != 4 or piece.dtype != np.uint8 or piece.strides[-1] != 1:
-            raise LayoutMismatch("a piece is a uint8 array (layers, pages, heads, head_page_bytes)")
-        layer, head = layer_start - self._offsets[0], head_start - self._offsets[1]
-        layers, pages, heads, head_page_bytes = piece.shape
-        if (pages, head_page_bytes) != (self._pages, self._head_page_bytes):
-            raise LayoutMismatch(
-                f"the pool has {pages} pages a chunk and {head_page_bytes} bytes a head page, "
-                f"the engine {self._pages} and {self._head_page_bytes}"
-            )
-        if layer < 0 or layer + layers > self._depth or head < 0 or head + heads > self._heads:
-            raise LayoutMismatch(
-                f"layers {layer_start}+{layers}, heads {head_start}+{heads} do not lie in the engine's "
-                f"{self._offsets[0]}+{self._depth}, {self._offsets[1]}+{self._heads}"
-            )
+        layer, head = self._shape.place(piece, layer_start, head_start)
+        layers, _, heads, _ = piece.shape
         for part in self._parts:
             places = part.places(self._blocks[index], self._units, head, head + heads)
             stored = part.stored_items(piece)
@@ -141,17 +133,6 @@ class _Part:
 def _items(view: torch.Tensor, cut: ItemCut, item: np.dtype[np.void]) -> Items:
     """The memory from the first to the last byte of a view, as items."""
     if view.device.type != "cpu":
-        raise InvalidRequest(f"KV on {view.device} needs the device copy path, which this version does not have")
+        raise InvalidRequest(f"KV on {view.device} is copied by engine_adapter.device_copy.DevicePagedKv")
     elements = cut.count * cut.item_bytes // view.element_size()
     return view.detach().as_strided((elements,), (1,)).view(torch.uint8).numpy().view(item)
-
-
-def _checked_blocks(block_ids: Sequence[Sequence[int]], blocks_per_chunk: int, blocks: int) -> Places:
-    """Block ids as (chunks, blocks). The same block twice is the engine's affair: some have a null block."""
-    if any(len(chunk) != blocks_per_chunk for chunk in block_ids):
-        raise LayoutMismatch(f"every chunk has {blocks_per_chunk} blocks")
-    places = np.array(block_ids, dtype=np.intp).reshape(len(block_ids), blocks_per_chunk)
-    lowest, highest = (int(places.min()), int(places.max())) if places.size else (0, 0)
-    if lowest < 0 or highest >= blocks:
-        raise InvalidRequest(f"block ids lie in 0..{blocks - 1}, not {lowest}..{highest}")
-    return places

@@ -225,6 +225,7 @@ class EmbeddedHost:
         self._lock = threading.Lock()
         self._session = self.core.open_session("embedded", shared=True).number
         self._open = True
+        self._on_end: list[Callable[[], None]] = []
         self.core.pool.allocator.open_until = min(dram_bytes, POPULATE_STEP_BYTES)
         self._populating = threading.Thread(target=self._populate, name="kvstore-populate", daemon=True)
         self._populating.start()
@@ -249,9 +250,18 @@ class EmbeddedHost:
     def flush(self, deadline_s: float) -> None:
         """See HostNode; touches are never late here."""
 
+    def on_end(self, release: Callable[[], None]) -> None:
+        """See HostNode."""
+        if self._open:
+            self._on_end.append(release)
+        else:
+            release()
+
     def close(self) -> None:
         """End the pool. Memory goes when the last view of it goes."""
         self._open = False
+        for release in self._on_end:
+            release()
         self._populating.join()
         with self._lock:
             self.core.process_gone(self._session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.client.values import Bytes
@@ -32,8 +33,15 @@ class HostNode(Protocol):
     def flush(self, deadline_s: float) -> None:
         """Return when the node has seen all touches so far."""
 
+    def on_end(self, release: Callable[[], None]) -> None:
+        """Call `release` once when the session has ended, at once if it has. It must not raise.
+
+        `alive` is False by then, so that nothing new is begun on the mapped memory, which is still mapped: here is where
+        copies under way are waited for and registrations with devices end.
+        """
+
     def close(self) -> None:
-        """End the session."""
+        """End the session. What `on_end` was given has been called when this returns, or is being called."""
 
 
 class SocketHost:
@@ -61,6 +69,10 @@ class SocketHost:
     def flush(self, deadline_s: float) -> None:
         """See HostNode."""
         self._shared.flush(deadline_s)
+
+    def on_end(self, release: Callable[[], None]) -> None:
+        """See HostNode."""
+        self._shared.on_end(release)
 
     def close(self) -> None:
         """End the session and its channel."""

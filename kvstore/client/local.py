@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from kvstore.client.host import HostNode
-from kvstore.client.values import Destination
+from kvstore.client.values import Destination, synchronize
 from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.prefix import Keys
@@ -92,11 +92,16 @@ class _Run:
                 return begin, MissReason.DEADLINE
             stop = min(begin + self._step, run)
             reason = None
-            for index in range(begin, stop):
-                reason = self._copy_chunk(index, offsets[index], first, destination)
-                if reason is not None:
-                    stop = index
-                    break
+            try:
+                for index in range(begin, stop):
+                    reason = self._copy_chunk(index, offsets[index], first, destination)
+                    if reason is not None:
+                        stop = index
+                        break
+            finally:
+                # Before the second look: what is copied after it may be of somebody else. Also when the destination
+                # raises: its caller computes into the same blocks then.
+                synchronize(destination)
             held = reader.confirm(self._found.part(begin, stop))
             if held < stop - begin:
                 return begin + held, MissReason.FENCE

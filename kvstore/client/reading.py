@@ -13,7 +13,7 @@ from kvstore.client.host import HostNode
 from kvstore.client.local import read_local
 from kvstore.client.nodes import Nodes
 from kvstore.client.remote import Delivery, RemoteRead, read_remote
-from kvstore.client.values import Bytes, Destination, ReadResult
+from kvstore.client.values import Bytes, Destination, ReadResult, is_asynchronous, synchronize
 from kvstore.errors import DeadlineExceeded, KvStoreError
 from kvstore.model.layout import Rectangle
 from kvstore.model.namespace import Namespace
@@ -241,3 +241,12 @@ class _Shifted:
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination."""
         self._destination.scatter(self._by + index, piece, layer_start, head_start)
+
+    def launch(self) -> None:
+        """See Asynchronous."""
+        if is_asynchronous(self._destination):
+            self._destination.launch()
+
+    def synchronize(self) -> None:
+        """See Asynchronous."""
+        synchronize(self._destination)

@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 
 from kvstore.client.peers import Peer
-from kvstore.client.values import Bytes, Destination
+from kvstore.client.values import Bytes, Destination, synchronize
 from kvstore.errors import DeadlineExceeded, KvStoreError, NotFound, SessionLost
 from kvstore.model import checksum
 from kvstore.model.fetch import FetchPlan, plan_fetch
@@ -300,7 +300,10 @@ class _Run:
                 common = plan.part.common
                 delivery.destination.scatter(self._first + piece.chunk, pages, common.layer_start, common.head_start)
         finally:
-            self._staging.release(block)
+            try:
+                synchronize(delivery.destination)  # it may read the block until then
+            finally:
+                self._staging.release(block)
         if completes is not None and self._live:
             delivery.on_group(completes)
 

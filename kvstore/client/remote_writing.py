@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore.client.nodes import Nodes
-from kvstore.client.values import Bytes, Source, WriteResult
+from kvstore.client.values import Bytes, Source, WriteResult, synchronize
 from kvstore.errors import CapacityExhausted, SessionLost, Unreachable
 from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
@@ -62,6 +62,7 @@ def _payloads(namespace: Namespace, rectangle: Rectangle, source: Source, count:
     pages = np.empty(namespace.layout.shape(rectangle), dtype=np.uint8)
     for index in range(count):
         source.gather(index, pages, rectangle.layer_start, rectangle.head_start)
+        synchronize(source)
         yield pages
 
 

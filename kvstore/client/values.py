@@ -1,11 +1,11 @@
-"""What calls of the client return, and the two protocols of callers that copy pages themselves."""
+"""What calls of the client return, and the protocols of callers that copy pages themselves."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,7 @@ class Destination(Protocol):
         """Copy `piece` (uint8 view, (layers, pages, heads, head_page_bytes)) of chunk `index` to its place.
 
         `layer_start` and `head_start` are the piece's first layer and head in the model. The view ends with the
-        call. A chunk may be delivered again after a failed fence; the last delivery counts.
+        call, or with `Asynchronous.synchronize`. A chunk may be delivered again after a failed fence; the last delivery counts.
         """
 
 
@@ -95,3 +95,28 @@ class Source(Protocol):
 
         `layer_start` and `head_start` as in `Destination.scatter`. Unused tokens of a partial chunk are zero.
         """
+
+
+class Asynchronous(Protocol):
+    """What a Destination or Source has besides, if its copies may end after `scatter` or `gather` returned.
+
+    The client keeps the views that it gave until `synchronize` has returned. Only then does it look whether what was
+    read still held, use that memory for something else, take checksums or commit.
+    """
+
+    def launch(self) -> None:
+        """Begin all copies that were asked for. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Return when all copies that were asked for have ended. If this raises, none of them counts."""
+
+
+def is_asynchronous(endpoint: Destination | Source) -> TypeGuard[Asynchronous]:
+    """True if copies may go on after `scatter` or `gather` returned. (A protocol's isinstance takes ten times as long.)"""
+    return hasattr(endpoint, "synchronize")
+
+
+def synchronize(endpoint: Destination | Source) -> None:
+    """Return when no copy of this destination or source is under way any more."""
+    if is_asynchronous(endpoint):
+        endpoint.synchronize()

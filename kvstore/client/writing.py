@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.host import HostNode
-from kvstore.client.values import Bytes, Source, WriteResult
+from kvstore.client.values import Asynchronous, Bytes, Source, WriteResult, is_asynchronous
 from kvstore.errors import ForkedProcess, InvalidRequest, KvStoreError, SessionLost
 from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
@@ -70,6 +70,10 @@ class PendingWrite:
     _slots: dict[int, int] = field(init=False)
     _filled: dict[int, _Filled] = field(init=False, default_factory=dict)
     _sources: dict[tuple[int, int, int], _Given] = field(init=False, default_factory=dict)
+    _copying: dict[int, Asynchronous] = field(init=False, default_factory=dict)
+    """Sources whose copies may be under way, by `id`."""
+    _unsummed: list[tuple[int, int, int]] = field(init=False, default_factory=list)
+    """(place in the keys, first layer, stop layer) that such a source fills and whose checksums are not taken yet."""
     _pid: int = field(init=False, default_factory=os.getpid)
     _ended: bool = field(init=False, default=False)
 
@@ -102,7 +106,7 @@ class PendingWrite:
         """Copy layers [layer_start, layer_stop) (numbers of the model) of the granted chunks out of `source`.
 
         `chunks`: places in the keys; None = all granted. Places that are not granted are skipped. The source must
-        stay as it is until `commit()`. Raises SessionLost if the node has gone.
+        stay as it is until `commit()`; an asynchronous one is only begun here. Raises SessionLost if the node has gone.
         """
         if not self.rectangle.layer_start <= layer_start < layer_stop <= self.rectangle.layer_stop:
             raise InvalidRequest(f"layers {layer_start}..{layer_stop} do not lie in {self.rectangle}")
@@ -114,6 +118,9 @@ class PendingWrite:
         first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
         bits = (1 << last) - (1 << first)
         gather, head_start, filled = source.gather, self.rectangle.head_start, self._filled
+        copying = source if is_asynchronous(source) else None
+        if copying is not None:
+            self._copying[id(source)] = copying
         for index in tuple(self._slots) if chunks is None else chunks:
             if index not in self._slots:
                 continue
@@ -121,24 +128,48 @@ class PendingWrite:
             state = filled.get(index)
             if state is None:
                 state = filled[index] = _Filled(0, None)
-            if self.checksums:
+            if self.checksums and copying is None:
                 self._copy_and_sum(index, pages, layer_start, source, state)
             else:
                 gather(index, pages, layer_start, head_start)
+                if self.checksums:
+                    self._unsummed.append((index, first, last))
             state.layers |= bits
+        if copying is not None:
+            copying.launch()
+
+    def _wait_copied(self) -> None:
+        """No source writes into a slot any more when this returns. If one fails, nothing counts as filled."""
+        filled, self._filled = self._filled, {}
+        for place, source in list(self._copying.items()):
+            source.synchronize()
+            del self._copying[place]
+        self._filled = filled
+
+    def _sum_copied(self) -> None:
+        """Wait for asynchronous sources, then take the checksums of what they have filled."""
+        self._wait_copied()
+        for index, first, last in self._unsummed:
+            if index in self._filled:
+                self._sum(self._filled[index], self._pages(index)[first:last], self.rectangle.layer_start + first)
+        self._unsummed.clear()
 
     def _copy_and_sum(self, index: int, pages: Bytes, layer_start: int, source: Source, state: _Filled) -> None:
         """Take the checksums piece by piece, while a piece is still in the core's own cache."""
-        base, heads = self.rectangle.layer_start, (self.rectangle.head_start, self.rectangle.head_stop)
-        if state.table is None:
-            state.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
         step = max(1, CACHE_BYTES // pages[0].nbytes)
         for start in range(0, len(pages), step):
             piece, layer = pages[start : start + step], layer_start + start
-            source.gather(index, piece, layer, heads[0])
-            part = Rectangle(layer, layer + len(piece), *heads)
-            table = checksum.table_of(piece.reshape(-1), self.layout, part)
-            state.table[layer - base : layer - base + len(piece)] = table
+            source.gather(index, piece, layer, self.rectangle.head_start)
+            self._sum(state, piece, layer)
+
+    def _sum(self, state: _Filled, pages: Bytes, layer_start: int) -> None:
+        """Note the checksums of these layers (layers, pages, heads, head_page_bytes) of a chunk."""
+        base, heads = self.rectangle.layer_start, (self.rectangle.head_start, self.rectangle.head_stop)
+        if state.table is None:
+            state.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
+        part = Rectangle(layer_start, layer_start + len(pages), *heads)
+        table = checksum.table_of(pages.reshape(-1), self.layout, part)
+        state.table[layer_start - base : layer_start - base + len(pages)] = table
 
     def commit(self, upto: int | None = None) -> WriteResult:
         """Make filled chunks visible.
@@ -148,6 +179,7 @@ class PendingWrite:
         looked at again at the end and written too if they came free.
         """
         self._check_process()
+        self._sum_copied()
         last = upto is None
         self._commit([i for i in self._slots if upto is None or i < upto], last)
         rounds = 0
@@ -156,6 +188,7 @@ class PendingWrite:
             for (layer_start, layer_stop, _), given in list(self._sources.items()):
                 meant = [i for i in self._slots if given.chunks is None or i in given.chunks]
                 self.put_layers(layer_start, layer_stop, given.source, meant)
+            self._sum_copied()
             self._commit(list(self._slots), last)
         if last and self._slots:
             self.abort()
@@ -199,6 +232,7 @@ class PendingWrite:
         for index in self._slots:
             self.outcomes[index] = Outcome.REFUSED_STALE
         self._slots = {}
+        self._wait_copied()  # the answer to an abort may be that somebody else gets the slots
         if self.answer.attempt:
             # Also after the deadline: what is not given back stays reserved as long as the session lives.
             self.host.api.abort(self.answer.attempt, max(_ABORT_S, self._left()))

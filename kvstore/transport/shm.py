@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -70,6 +70,7 @@ class SharedNode:
         peer.setblocking(False)
         self._alive = True
         self._ended = False
+        self._on_end: list[Callable[[], None]] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvstore-session", daemon=True)
         self._thread.start()
@@ -206,8 +207,16 @@ class SharedNode:
     def _lost(self) -> SessionLost:
         return SessionLost(f"the session with node {self.info.node_id} ended")
 
+    def on_end(self, release: Callable[[], None]) -> None:
+        """Call `release` in the session's thread when the session has ended, here and now if it has."""
+        with self._lock:
+            if not self._ended:
+                self._on_end.append(release)
+                return
+        release()
+
     def close(self) -> None:
-        """End the session. The caller has stopped copying."""
+        """End the session. The caller has stopped copying; what `on_end` was given waits for copies of devices."""
         with self._lock:
             self._alive = False
             self._pongs.notify_all()
@@ -246,6 +255,8 @@ class SharedNode:
             # A forked child may hold this socket too; the node must see its end all the same.
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
+        while self._on_end:
+            self._on_end.pop()()
 
     def _receive(self) -> bool:
         packet = self._peer.recv(handshake.PACKET_BYTES)

@@ -265,10 +265,13 @@ class DevicePagedKv:
         try:
             self.launch()
         finally:
-            if self._end is not None:
+            lost, self._lost_count = self._lost_count, 0
+            if lost:  # a part of a lost batch may be under way, without an event behind it
+                with self._copier.idle():
+                    pass
+            elif self._end is not None:
                 self._end.synchronize()
             self._end, self._begun = None, []
-            lost, self._lost_count = self._lost_count, 0
         if lost:
             raise KvStoreError("copies of these chunks could not be given to the device; none of them counts")
 

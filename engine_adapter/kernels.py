@@ -62,8 +62,11 @@ def move_head_pages(
 class KernelMover:
     """One launch a batch; what the kernel cannot do goes the way of `TorchMover`."""
 
-    def __init__(self) -> None:
-        self._kernel = triton.jit(move_head_pages) if triton is not None else None
+    def __init__(self, kernel: Any = None) -> None:
+        """`kernel`: what runs `move_head_pages` instead of Triton."""
+        if kernel is None and triton is not None:
+            kernel = triton.jit(move_head_pages)
+        self._kernel = kernel
         self._otherwise = TorchMover()
 
     @staticmethod
@@ -73,25 +76,24 @@ class KernelMover:
 
     def to_blocks(self, dense: torch.Tensor, blocks: Blocks, parts: Sequence[Part]) -> None:
         """See Mover."""
-        if self._kernel is not None and fits(blocks):
-            self._launch(dense, blocks, parts, to_dense=False)
-        else:
+        if not self._launch(dense, blocks, parts, to_dense=False):
             self._otherwise.to_blocks(dense, blocks, parts)
 
     def to_dense(self, dense: torch.Tensor, blocks: Blocks, parts: Sequence[Part]) -> None:
         """See Mover."""
-        if self._kernel is not None and fits(blocks):
-            self._launch(dense, blocks, parts, to_dense=True)
-        else:
+        if not self._launch(dense, blocks, parts, to_dense=True):
             self._otherwise.to_dense(dense, blocks, parts)
 
-    def _launch(self, dense: torch.Tensor, blocks: Blocks, parts: Sequence[Part], *, to_dense: bool) -> None:
+    def _launch(self, dense: torch.Tensor, blocks: Blocks, parts: Sequence[Part], *, to_dense: bool) -> bool:
+        """False if the kernel cannot do it."""
+        if self._kernel is None or not fits(blocks):
+            return False
         rows = row_table(blocks, parts)
         arguments = launch_arguments(blocks)
         grid = (len(rows), -(-arguments["page_words"] // arguments["TILE"]), max(part.heads for part in parts))
         table = on_device(rows, blocks.device)
-        assert self._kernel is not None
         self._kernel[grid](table, dense.view(torch.int64), TO_DENSE=to_dense, **arguments)
+        return True
 
 
 def fits(blocks: Blocks) -> bool:

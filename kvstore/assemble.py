@@ -250,6 +250,10 @@ class EmbeddedHost:
     def flush(self, deadline_s: float) -> None:
         """See HostNode; touches are never late here."""
 
+    def populated_bytes(self, deadline_s: float) -> int:
+        """See HostNode."""
+        return self._memory.arena.populated_bytes
+
     def on_end(self, release: Callable[[], None]) -> None:
         """See HostNode."""
         if self._open:

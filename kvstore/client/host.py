@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Protocol
 
@@ -32,6 +33,9 @@ class HostNode(Protocol):
 
     def flush(self, deadline_s: float) -> None:
         """Return when the node has seen all touches so far."""
+
+    def populated_bytes(self, deadline_s: float) -> int:
+        """So much of the arena, from its start, has memory that the node pays for."""
 
     def on_end(self, release: Callable[[], None]) -> None:
         """Call `release` once when the session has ended, at once if it has. It must not raise.
@@ -69,6 +73,10 @@ class SocketHost:
     def flush(self, deadline_s: float) -> None:
         """See HostNode."""
         self._shared.flush(deadline_s)
+
+    def populated_bytes(self, deadline_s: float) -> int:
+        """See HostNode."""
+        return int(json.loads(self._remote.stats(deadline_s))["populated_bytes"])
 
     def on_end(self, release: Callable[[], None]) -> None:
         """See HostNode."""

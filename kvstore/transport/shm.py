@@ -255,8 +255,9 @@ class SharedNode:
             # A forked child may hold this socket too; the node must see its end all the same.
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
-        while self._on_end:
-            self._on_end.pop()()
+        for release in self._on_end:
+            release()
+        self._on_end.clear()
 
     def _receive(self) -> bool:
         packet = self._peer.recv(handshake.PACKET_BYTES)

@@ -74,9 +74,7 @@ class DeviceCopier:
         mover: Mover | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.empty(0, device=device).device  # with its number
         self._compute = compute_stream(self.device) if compute is None else compute
         self._copies = copy_stream(self.device) if copies is None else copies
         if mover is None:
@@ -180,7 +178,7 @@ class DevicePagedKv:
 
     `tensors`: one a layer, each a view (blocks, kv_heads, *interior) with any strides, or `Blocks` made from them once.
     `block_ids[i]` names the `pages_per_chunk` blocks of chunk i, the same in all layers. `layer_offset` and
-    `head_offset`: place of the engine's first layer and KV head in the model. `copier`: the worker's; made anew if None.
+    `head_offset`: place of the engine's first layer and KV head in the model. `copier`: the worker's; None: a new one.
 
     It is `kvstore.client.values.Asynchronous`: `scatter` and `gather` only note what to do, and what they were given
     must stay until `synchronize` returned. Not for concurrent use; several of them may share a copier. Raises

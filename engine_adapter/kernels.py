@@ -4,8 +4,8 @@ A table names each row, which is one page of one layer of one piece:
 
     address of its first head page in the engine | word of `dense` where it begins | its heads
 
-The program (row, tile, head) moves `TILE` words of 8 bytes of one head page. Addresses are computed on the host, so that
-layers may lie anywhere and pieces of any shape go in one launch.
+The program (row, tile, head) moves `TILE` words of 8 bytes of one head page. Addresses are computed on the host, so
+that layers may lie anywhere and pieces of any shape go in one launch.
 
 The kernel has never been compiled nor run: the machine it was written on has neither CUDA nor Triton. A test executes
 its text on plain memory instead; the tests with the marker `gpu` are its first run. The module can be imported without

@@ -104,8 +104,7 @@ class TorchMover:
             first, staged, ids = run[0], _staged(dense, blocks, run), _ids(run, blocks.device)
             for place in range(first.layers):
                 heads = blocks.layers[first.layer + place].narrow(1, first.head, first.heads)
-                pages = heads.index_select(0, ids)
-                staged[:, place].copy_(pages.unflatten(0, staged[:, place].shape[:2]))
+                staged[:, place].copy_(heads.index_select(0, ids).view(staged[:, place].shape))
 
 
 def on_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

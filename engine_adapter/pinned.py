@@ -51,7 +51,7 @@ class CudaRegistrar:
         """Raises ConfigurationError where torch has no CUDA device."""
         if not torch.cuda.is_available():
             raise ConfigurationError("memory is registered for CUDA devices only, and torch finds none here")
-        self._runtime = torch.cuda.cudart()
+        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(self, address: int, size_bytes: int, flags: int) -> str:
         """See Registrar."""
@@ -87,7 +87,7 @@ class PinnedMapping:
         return self._memory is not None
 
     def close(self) -> None:
-        """Wait for copies under way, then unregister. Idempotent; a failure is logged, the mapping is given up anyway."""
+        """Wait for copies under way, then unregister. Idempotent; a failure is logged and changes nothing."""
         with self._lock, ExitStack() as stack:
             memory, self._memory = self._memory, None
             if memory is None:
@@ -124,7 +124,7 @@ def _refused(memory: Bytes, reason: str) -> str:
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
     what = "" if memory.flags.writeable else " read-only, which not every device can;"
     return (
-        f"{memory.nbytes} bytes of the pool's memory cannot be registered with CUDA ({reason});{what} the limit of locked "
-        f"memory of this process is {limit}: raise it (`ulimit -l unlimited`, `--ulimit memlock=-1` for a container, "
-        "LimitMEMLOCK=infinity for a service) or use a smaller --dram; without it copies work, only slower"
+        f"{memory.nbytes} bytes of the pool's memory cannot be registered with CUDA ({reason});{what} the limit of "
+        f"locked memory of this process is {limit}: raise it (`ulimit -l unlimited`, `--ulimit memlock=-1` for a "
+        "container, LimitMEMLOCK=infinity for a service) or use a smaller --dram; without it copies work, only slower"
     )

@@ -45,7 +45,7 @@ class CudaStream:
     """A CUDA stream, given or new."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = torch.cuda.Stream(device) if stream is None else stream
+        self._stream = torch.cuda.Stream(device) if stream is None else stream  # type: ignore[no-untyped-call]
 
     @classmethod
     def current(cls, device: torch.device) -> CudaStream:
@@ -59,7 +59,7 @@ class CudaStream:
 
     def record(self) -> Event:
         """See Stream. Waiting for the event sleeps, it does not spin: the engine needs the core."""
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

@@ -40,8 +40,8 @@ class HostNode(Protocol):
     def on_end(self, release: Callable[[], None]) -> None:
         """Call `release` once when the session has ended, at once if it has. It must not raise.
 
-        `alive` is False by then, so that nothing new is begun on the mapped memory, which is still mapped: here is where
-        copies under way are waited for and registrations with devices end.
+        `alive` is False by then, so that nothing new is begun on the arena, which is still mapped: here is where copies
+        under way are waited for and registrations with devices end.
         """
 
     def close(self) -> None:

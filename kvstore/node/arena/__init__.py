@@ -1,18 +1,37 @@
-"""Runs of memory or file that are cut into slots, and `SsdIo`: what moves payloads between memory and the SSD file.
+"""Where the bytes of a tier lie: `Arena`, for all kinds, and `SsdIo`, which moves payloads to and from the file.
 
 The supervisor loads this package: the standard library only.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvstore.errors import KvStoreError
 
-if TYPE_CHECKING:
-    from kvstore.node.arena.ssd_file import Buffer
+Buffer = mmap.mmap | memoryview | bytearray
+"""Writable memory of the caller. The SSD arena wants it to begin at a multiple of 4096: maps and slices of them do."""
+
+
+class Arena(Protocol):
+    """Bytes that are addressed in units of 4096; what lies at which offset is its caller's knowledge. Thread-safe for
+    different places. Blocking."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Offsets end here."""
+
+    def read(self, offset: int, into: Buffer) -> None:
+        """Fill `into` from `offset`; offset and length are multiples of 4096 within the arena."""
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put `data` at `offset`, likewise. When it returns, reads see it."""
+
+    def close(self) -> None:
+        """Give the memory or file back; nothing may be under way."""
 
 
 @dataclass(frozen=True, slots=True)

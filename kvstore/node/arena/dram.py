@@ -15,6 +15,8 @@ import os
 from pathlib import Path
 
 from kvstore.errors import ConfigurationError
+from kvstore.node.arena import Buffer
+from kvstore.node.memory import UNIT_BYTES
 
 POPULATE_STEP_BYTES = 16 << 20
 _MADV_HUGEPAGE = 14
@@ -47,6 +49,21 @@ class DramArena:
         populate(self._address + start, length)
         self.populated_bytes = start + length
         return self.populated_bytes
+
+    def read(self, offset: int, into: Buffer) -> None:
+        """Fill `into` from `offset`; see Arena."""
+        with memoryview(into) as view:
+            view[:] = self._at(offset, len(view))
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put `data` at `offset`; see Arena."""
+        with memoryview(data) as view:
+            self._at(offset, len(view))[:] = view
+
+    def _at(self, offset: int, length: int) -> memoryview:
+        assert offset % UNIT_BYTES == 0 and length % UNIT_BYTES == 0
+        assert offset >= 0 and offset + length <= self.size_bytes
+        return memoryview(self.memory)[offset : offset + length]
 
     def close(self) -> None:
         """Give the descriptor back; mappings of others keep the memory alive."""

@@ -26,7 +26,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstore.errors import ConfigurationError, KvStoreError, StorageFailed
-from kvstore.node.arena.ssd_file import Buffer, Calls, SsdFile, pages
+from kvstore.node.arena import Buffer
+from kvstore.node.arena.ssd_file import Calls, SsdFile, pages
 from kvstore.node.arena.ssd_format import (
     FILE_LIMIT_BYTES,
     HEADER_BYTES,

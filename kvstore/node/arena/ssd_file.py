@@ -20,10 +20,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstore.errors import CapacityExhausted, ConfigurationError, KvStoreError, StorageFailed
+from kvstore.node.arena import Buffer
 from kvstore.node.memory import UNIT_BYTES
-
-Buffer = mmap.mmap | memoryview | bytearray
-"""Writable memory. With O_DIRECT it must begin at a multiple of 4096: anonymous maps and slices of maps do."""
 
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """EFBIG is the process's own limit of file sizes: as with the others, what was written before stays usable."""

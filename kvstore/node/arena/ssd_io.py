@@ -23,9 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ConfigurationError, KvStoreError
-from kvstore.node.arena import Run, SsdIo
+from kvstore.node.arena import Buffer, Run, SsdIo
 from kvstore.node.arena.ssd import SsdArena
-from kvstore.node.arena.ssd_file import Buffer
 
 if TYPE_CHECKING:
     import numpy as np

@@ -32,9 +32,8 @@ import numpy.typing as npt
 
 from kvstore.errors import ConfigurationError, ForkedProcess, KvStoreError
 from kvstore.nixl_library import NixlLibrary, load_nixl
-from kvstore.node.arena import Run
+from kvstore.node.arena import Buffer, Run
 from kvstore.node.arena.ssd import SsdArena
-from kvstore.node.arena.ssd_file import Buffer
 from kvstore.node.arena.ssd_io import ThreadedIo
 
 logger = logging.getLogger(__name__)

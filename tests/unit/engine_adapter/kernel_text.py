@@ -1,7 +1,7 @@
 """Executes the text of a Triton kernel, program by program, on plain memory: for machines without Triton or CUDA.
 
-It knows what `engine_adapter.kernels` uses. It says whether the kernel's arithmetic is right; that Triton takes the text,
-and what becomes of it on a device, only a CUDA machine can say.
+It knows what `engine_adapter.kernels` uses. It says whether the kernel's arithmetic is right; that Triton takes the
+text, and what becomes of it on a device, only a CUDA machine can say.
 """
 
 from __future__ import annotations
@@ -69,14 +69,20 @@ class Language:
     @staticmethod
     def load(pointer: Pointer, mask: Any = True) -> Value:
         addresses, wanted = np.broadcast_arrays(pointer.addresses, mask)
-        words = [ctypes.c_int64.from_address(int(a)).value if w else 0 for a, w in zip(addresses.flat, wanted.flat)]
-        return value(np.reshape(words, addresses.shape))
+        words = np.zeros(addresses.shape, dtype=np.int64)
+        for place in _places(wanted):
+            words[place] = ctypes.c_int64.from_address(int(addresses[place])).value
+        return value(words)
 
     @staticmethod
     def store(pointer: Pointer, words: Any, mask: Any = True) -> None:
-        for address, word, wanted in zip(*(each.flat for each in np.broadcast_arrays(pointer.addresses, words, mask))):
-            if wanted:
-                ctypes.c_int64.from_address(int(address)).value = int(word)
+        addresses, written, wanted = np.broadcast_arrays(pointer.addresses, words, mask)
+        for place in _places(wanted):
+            ctypes.c_int64.from_address(int(addresses[place])).value = int(written[place])
+
+
+def _places(wanted: np.ndarray) -> list[tuple[int, ...]]:
+    return [place for place in np.ndindex(wanted.shape) if wanted[place]]
 
 
 class TextKernel:

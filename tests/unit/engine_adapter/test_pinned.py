@@ -1,4 +1,4 @@
-"""Registration of the pool's memory with a device: when it begins, in which order it ends, what is said when it fails."""
+"""The pool's memory registered with a device: when that begins, in which order it ends, what a refusal says."""
 
 from __future__ import annotations
 

@@ -75,6 +75,8 @@ class DataPaths:
         """For statistics."""
         return {
             "data_paths": ", ".join(self.names),
+            "data_path_tcp": 1,
+            "data_path_nixl": int(self._nixl is not None),
             "tcp_connections": self._tcp.connection_count,
             "tcp_payload_bytes_sent": self._tcp.payload_bytes_sent,
             "nixl_restarts": self._nixl.restarts if self._nixl is not None else 0,

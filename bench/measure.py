@@ -47,6 +47,6 @@ def report(**fields: Any) -> None:
     shown = {
         k: v
         for k, v in fields.items()
-        if k in ("op", "against", "condition", "keys", "ratio", "bytes_per_second", "p50_us")
+        if k in ("op", "path", "against", "condition", "keys", "ratio", "bytes_per_second", "p50_us")
     }
     print(f"  {shown}", file=sys.stderr)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,8 +18,9 @@ class Server:
     """A child that announces itself in one JSON line."""
 
     def __init__(self, *arguments: str) -> None:
-        script = Path(sys.executable).with_name("kvstore")
-        self.process = subprocess.Popen([script, *arguments, "--json"], stdout=subprocess.PIPE, text=True)
+        # Not the console script: the project may be on the path without being installed.
+        start = [sys.executable, "-c", "from kvstore.cli import main; main()"]
+        self.process = subprocess.Popen([*start, *arguments, "--json"], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

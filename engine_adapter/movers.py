@@ -24,12 +24,12 @@ from engine_adapter.pieces import BlockIds
 from kvstore.errors import LayoutMismatch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Elements are moved as integers of their width: no kernel is missing for a rare dtype, and no NaN is made quiet."""
+"""Elements are moved as integers: no kernel is missing for a rare dtype, and no NaN is made quiet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """An engine's KV tensors, one a layer, as integers (blocks, heads, *interior)."""
+    """An engine's KV tensors, one a layer, as integers (blocks, heads, *interior), as wide as they can be."""
 
     layers: tuple[torch.Tensor, ...]
     heads: int
@@ -46,9 +46,10 @@ class Blocks:
         first = tensors[0]
         if first.dim() < 3 or not math.prod(first.shape[1:]):
             raise LayoutMismatch(f"a KV tensor is (blocks, kv_heads, ...), not {tuple(first.shape)}")
-        integer = _INTEGERS.get(first.element_size())
-        if integer is None:
-            raise LayoutMismatch(f"elements have 1, 2, 4 or 8 bytes; {first.dtype} has {first.element_size()}")
+        width = first.element_size()
+        if width not in _INTEGERS:
+            raise LayoutMismatch(f"elements have 1, 2, 4 or 8 bytes; {first.dtype} has {width}")
+        integer = _INTEGERS[max(w for w in _INTEGERS if w == width or all(_can_be_viewed(t, w) for t in tensors))]
         layers = tuple(tensor.detach().view(integer) for tensor in tensors)
         return cls(layers, first.shape[1], math.prod(first.shape[2:]) * first.element_size())
 
@@ -113,6 +114,18 @@ def on_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tens
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _can_be_viewed(tensor: torch.Tensor, width: int) -> bool:
+    """True if its elements can be taken together as integers of `width` bytes: there are fewer to move then."""
+    size = tensor.element_size()
+    steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return (
+        width > size
+        and tensor.stride(-1) == 1
+        and not any(step * size % width for step in steps)
+        and tensor.data_ptr() % width == 0
+    )
 
 
 def _equal_runs(parts: Sequence[Part]) -> list[list[Part]]:

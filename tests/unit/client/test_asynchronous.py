@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Client, connect
+from kvstore.client.reading import _Shifted
+from kvstore.client.values import is_asynchronous
 from kvstore.model import checksum
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
@@ -76,6 +78,19 @@ def test_a_read_whose_destination_raises_waits_for_what_it_began(cache: Cache) -
     with pytest.raises(RuntimeError, match="full"):
         cache.read(keys, late)
     assert not late.is_due
+
+
+def test_what_begins_behind_a_delivered_prefix_is_waited_for_too(cache: Cache) -> None:
+    keys = stored(cache)
+    target = poisoned(cache, len(keys))
+    late = LateCopies(target, LAYOUT.whole)
+    rest = _Shifted(late, 1)
+    assert is_asynchronous(rest)
+    rest.scatter(2, pages_of(keys)[3], 0, 0)
+    rest.launch()
+    rest.synchronize()
+    assert (late.launches, late.waits) == (1, 1)
+    assert np.array_equal(target[3], pages_of(keys)[3])
 
 
 # --- writes ---

@@ -47,6 +47,10 @@ class QueuedStream:
         if not self._deaf:
             self._queue.append(lambda: event.is_past)
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue)
+
     def step(self) -> bool:
         """Do the oldest queued thing, if it can be done."""
         if self._queue and self._queue[0]():

@@ -12,6 +12,7 @@ transport through staging. A miss is a value, never an exception.
 
 from kvstore.client.cache import Cache
 from kvstore.client.handoff import HandoffResult, SideResult
+from kvstore.client.layers import LayerRead, LayersReady, TransferMode
 from kvstore.client.pool_client import Client, connect
 from kvstore.client.values import Destination, Durability, Match, ReadResult, Source, WriteResult
 from kvstore.client.writing import PendingWrite
@@ -22,11 +23,14 @@ __all__ = [
     "Destination",
     "Durability",
     "HandoffResult",
+    "LayerRead",
+    "LayersReady",
     "Match",
     "PendingWrite",
     "ReadResult",
     "SideResult",
     "Source",
+    "TransferMode",
     "WriteResult",
     "connect",
 ]

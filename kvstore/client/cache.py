@@ -8,9 +8,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvstore.client import buffers, handoff
+from kvstore.client import buffers, handoff, layers
 from kvstore.client.handoff import HandoffResult, SideResult
 from kvstore.client.host import HostNode
+from kvstore.client.layers import THRESHOLD_TOKENS, LayerRead, TransferMode
 from kvstore.client.nodes import Nodes
 from kvstore.client.reading import Reading
 from kvstore.client.remote_writing import write_remote
@@ -110,12 +111,37 @@ class Cache:
         self.layout.check_rectangle(wanted)
         destination = buffers.as_destination(into, self.layout, wanted, len(keys))
         reading = Reading(self._nodes, self.namespace, keys, wanted, destination, end_s)
-        reading.from_host(ticket)
-        if ticket is not None and not reading.complete:
-            reading.from_ticket(ticket)
-        if not reading.complete:
-            reading.from_others()
+        reading.run(ticket)
         return reading.result()
+
+    def read_layers(
+        self,
+        keys: Keys,
+        into: Any,
+        *,
+        mode: TransferMode | str = TransferMode.AUTO,
+        threshold_tokens: int = THRESHOLD_TOKENS,
+        layers_at_once: int = 0,
+        rectangle: Rectangle | None = None,
+        deadline_s: float = 5.0,
+        ticket: Ticket | None = None,
+    ) -> LayerRead:
+        """Begin what `read` does and tell of layers as they come: an iterator of `LayersReady`, first layer first.
+
+        `mode`: `serialized` tells all layers at the end, `layerwise` each group of layers when it is there, `auto`
+        the one below `threshold_tokens` tokens of the keys and the other from there on. `layers_at_once`: of a
+        group; 0 = as few as give a chunk's part 64 KiB. Use what it returns as a context manager: `into` belongs to the
+        read until it is closed or its `result` is there. Raises what `read` raises.
+        """
+        self._check(keys, reads=True)
+        end_s = time.monotonic() + deadline_s
+        wanted = rectangle or self.rectangle
+        self.layout.check_rectangle(wanted)
+        destination = buffers.as_destination(into, self.layout, wanted, len(keys))
+        groups = layers.groups_for(mode, keys.token_count, threshold_tokens, self.layout, wanted, layers_at_once)
+        return layers.start_read(
+            self._nodes, self.namespace, keys, wanted, destination, end_s, groups=groups, ticket=ticket
+        )
 
     def prefetch(self, keys: Keys, *, deadline_s: float = 30.0) -> Future[ReadResult]:
         """Bring chunks to the own host's node that others hold, and into its DRAM what it has on its SSD.

@@ -38,6 +38,8 @@ from kvstore.transport.staging import Staging
 logger = logging.getLogger(__name__)
 RETRY_EVERY_S = 0.5
 """A node or index that did not answer is not asked again for this long: a miss must stay cheap."""
+READS_AT_ONCE = 8
+"""Reads layer by layer that are under way at a time; more wait for their turn, within their deadlines."""
 SICK_LIMIT_S = 8.0
 """Longest time that a node whose data do not come is asked after all others."""
 
@@ -76,6 +78,7 @@ class Nodes:
         self._opening = threading.Lock()
         self._background: ThreadPoolExecutor | None = None
         self._prefetcher: ThreadPoolExecutor | None = None
+        self._readers: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self.closed = False
 
@@ -296,6 +299,13 @@ class Nodes:
                 self._prefetcher = ThreadPoolExecutor(2, thread_name_prefix="kvstore-prefetch")
             return self._prefetcher
 
+    def readers(self) -> ThreadPoolExecutor:
+        """Threads for reads that the caller follows layer by layer; these wait for `background` too."""
+        with self._lock:
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="kvstore-read")
+            return self._readers
+
     def flush_touches(self, deadline_s: float = 1.0) -> None:
         """Return when the own host's node has seen all uses so far. Raises Unreachable if it cannot be had."""
         end_s = time.monotonic() + deadline_s
@@ -332,7 +342,7 @@ class Nodes:
             return
         self.check_process()
         self.closed = True
-        for threads in (self._prefetcher, self._background):
+        for threads in (self._readers, self._prefetcher, self._background):
             if threads is not None:
                 threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 from kvstore.client.host import HostNode
-from kvstore.client.local import read_local
+from kvstore.client.local import LocalRead, read_local
 from kvstore.client.nodes import Nodes
 from kvstore.client.remote import Delivery, RemoteRead, read_remote
 from kvstore.client.values import Bytes, Destination, ReadResult, is_asynchronous, synchronize
@@ -29,7 +31,10 @@ _FAILED = (MissReason.UNREACHABLE, MissReason.DEADLINE)
 
 
 class Reading:
-    """One read under way: which chunks are done, from where, and why it stopped."""
+    """One read under way: which chunks are done, from where, and why it stopped.
+
+    `groups` and `on_group` as in `Delivery`: where one source has all that is left, it is delivered group by group.
+    """
 
     def __init__(
         self,
@@ -39,7 +44,11 @@ class Reading:
         wanted: Rectangle,
         destination: Destination,
         end_s: float,
+        groups: tuple[Rectangle, ...] = (),
+        on_group: Callable[[int], None] = lambda group: None,
     ) -> None:
+        self._groups = groups
+        self._on_group = on_group
         self._nodes = nodes
         self._namespace = namespace
         self._keys = keys
@@ -60,6 +69,18 @@ class Reading:
 
     def _left_s(self) -> float:
         return self._end_s - time.monotonic()
+
+    def run(self, ticket: Ticket | None) -> None:
+        """Ask one source after the other until all chunks are delivered."""
+        self.from_host(ticket)
+        if ticket is not None and not self.complete:
+            self.from_ticket(ticket)
+        if not self.complete:
+            self.from_others()
+
+    def give_up(self) -> None:
+        """From any thread: nothing new is begun."""
+        self._end_s = time.monotonic()
 
     def from_host(self, ticket: Ticket | None) -> None:
         """The own host's node, by shared memory; with a ticket of this node its writer is waited for."""
@@ -127,7 +148,7 @@ class Reading:
         stop = len(self._keys) if told is None else self._done + told
         rest = self._keys.slice(self._done, stop)
         into = self._destination if not self._done else _Shifted(self._destination, self._done)
-        result = read_local(host, self._namespace.layout, rest, self._wanted, into, self._end_s)
+        result = self._copy_from(host, rest, into, grouped=bool(self._groups) and stop == len(self._keys))
         self._slower = result.slower
         self._done += result.chunks
         self._local += result.chunks
@@ -138,6 +159,23 @@ class Reading:
             self._bytes["shm"] += result.chunks * self._namespace.layout.payload_bytes(self._wanted)
             if told is None:
                 self._untold += self._keys.blob[(self._done - result.chunks) * 16 : self._done * 16]
+
+    def _copy_from(self, host: HostNode, rest: Keys, into: Destination, grouped: bool) -> LocalRead:
+        """What is in its DRAM: group by group if all of it is there, else at once, because nobody waits for less."""
+        layout, end_s = self._namespace.layout, self._end_s
+        if not grouped or not host.alive or host.reader.find(rest, self._wanted).run < len(rest):
+            return read_local(host, layout, rest, self._wanted, into, end_s)
+        done = LocalRead(len(rest), None, 0)
+        for number, group in enumerate(self._groups):
+            part = read_local(host, layout, rest.slice(0, done.chunks), group, into, end_s)
+            retries = done.retries + part.retries
+            # A chunk that went under the copy is left out of the next groups; the first reason is the one to tell.
+            done = replace(part if part.chunks < done.chunks else done, retries=retries)
+            if not done.chunks:
+                break
+            if done.chunks == len(rest):
+                self._on_group(number)
+        return done
 
     def from_ticket(self, ticket: Ticket) -> None:
         """The nodes that the ticket names, waiting for what is still being written."""
@@ -202,7 +240,16 @@ class Reading:
         except KvStoreError:
             return RemoteRead(0, MissReason.UNREACHABLE, 0)
         nodes = self._nodes
-        delivery = Delivery(self._namespace, self._wanted, self._destination, nodes.staging, nodes.background(), end_s)
+        delivery = Delivery(
+            self._namespace,
+            self._wanted,
+            self._destination,
+            nodes.staging,
+            nodes.background(),
+            end_s,
+            groups=self._groups,
+            on_group=self._on_group,
+        )
         keys = self._keys.slice(self._done, len(self._keys))
         return read_remote(peer, delivery, keys, self._done, ticket_id=ticket_id, wait_ms=wait_ms)
 

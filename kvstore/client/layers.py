@@ -35,6 +35,7 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.ticket import Ticket
 from kvstore.model.values import MissReason
+from kvstore.transport import Connection
 
 THRESHOLD_TOKENS = 512
 """From so many tokens on `auto` goes layer by layer: for fewer the exchanges cost more than the wait that they save."""
@@ -193,7 +194,8 @@ class _Read:
         self._chunks = chunks
         self._next, self._stop = wanted.layer_start, wanted.layer_stop
         self._open = True
-        self._writing = threading.Lock()
+        self._writing, self._moving = threading.Lock(), threading.Lock()
+        self._connection: Connection | None = None
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination."""
@@ -203,10 +205,21 @@ class _Read:
             self._destination.scatter(index, piece, layer_start, head_start)
 
     def close(self) -> None:
-        """Wait for the piece that is being written; no other is written afterwards."""
+        """Wait for the piece that is being written; no other is written afterwards, and nothing more is moved."""
         self._open = False  # before the lock: it is not fair, and the next piece must not come first for ever
+        self.reading.give_up()
+        with self._moving:
+            if self._connection is not None:
+                self._connection.cancel()
         with self._writing:
-            self.reading.give_up()
+            pass
+
+    def on_connection(self, connection: Connection | None) -> None:
+        """What moves bytes now; nothing may once the read is given up."""
+        with self._moving:
+            self._connection = connection
+            if connection is not None and not self._open:
+                connection.cancel()
 
     def on_group(self, number: int) -> None:
         """All chunks are there in this group. A source that starts anew repeats groups that were told."""
@@ -244,7 +257,7 @@ def start_read(
     """Begin a read in a thread of the client. `groups` as `layer_groups` cuts them; none for a serialized read."""
     mode = TransferMode.LAYERWISE if groups else TransferMode.SERIALIZED
     read = _Read(destination, groups, len(keys), wanted)
-    read.reading = Reading(nodes, namespace, keys, wanted, read, end_s, groups, read.on_group)
+    read.reading = Reading(nodes, namespace, keys, wanted, read, end_s, groups, read.on_group, read.on_connection)
     future: Future[ReadResult] = Future()
     if nodes.closed:
         future.set_result(ReadResult(0, 0, 0, 0, MissReason.SESSION_LOST))

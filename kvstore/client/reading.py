@@ -23,6 +23,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.ticket import Ticket
 from kvstore.model.values import MissReason, NodeInfo
 from kvstore.node import HANDOFF_WAIT_MS
+from kvstore.transport import Connection
 
 logger = logging.getLogger(__name__)
 FENCE_RETRIES = 3
@@ -33,7 +34,8 @@ _FAILED = (MissReason.UNREACHABLE, MissReason.DEADLINE)
 class Reading:
     """One read under way: which chunks are done, from where, and why it stopped.
 
-    `groups` and `on_group` as in `Delivery`: where one source has all that is left, it is delivered group by group.
+    `groups`, `on_group` and `on_connection` as in `Delivery`: where one source has all that is left, that is delivered
+    group by group.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class Reading:
         end_s: float,
         groups: tuple[Rectangle, ...] = (),
         on_group: Callable[[int], None] = lambda group: None,
+        on_connection: Callable[[Connection | None], None] = lambda connection: None,
     ) -> None:
         self._groups = groups
-        self._on_group = on_group
+        self._on_group, self._on_connection = on_group, on_connection
+        self._given_up = False
         self._nodes = nodes
         self._namespace = namespace
         self._keys = keys
@@ -79,7 +83,8 @@ class Reading:
             self.from_others()
 
     def give_up(self) -> None:
-        """From any thread: nothing new is begun."""
+        """From any thread: nothing new is begun, and what fails now says nothing of the node."""
+        self._given_up = True
         self._end_s = time.monotonic()
 
     def from_host(self, ticket: Ticket | None) -> None:
@@ -230,6 +235,8 @@ class Reading:
                 self._nodes.drop_peer(info.node_id, info.epoch)
             elif result.reason is not MissReason.FENCE:
                 break
+        if self._given_up:
+            return
         self._nodes.note_data_path(info, works=self._reason not in _FAILED)
         if self._reason in _GONE:
             self._nodes.drop_peer(info.node_id, info.epoch)
@@ -249,6 +256,7 @@ class Reading:
             end_s,
             groups=self._groups,
             on_group=self._on_group,
+            on_connection=self._on_connection,
         )
         keys = self._keys.slice(self._done, len(self._keys))
         return read_remote(peer, delivery, keys, self._done, ticket_id=ticket_id, wait_ms=wait_ms)

@@ -76,6 +76,8 @@ class Delivery:
     verify: bool = True
     groups: tuple[Rectangle, ...] = ()
     on_group: Callable[[int], None] = lambda group: None
+    on_connection: Callable[[Connection | None], None] = lambda connection: None
+    """Told what moves the bytes from now on, None when nothing does: another thread may cancel it."""
 
     def in_order(self, whole: bool) -> tuple[Rectangle, ...]:
         """The groups to deliver one after the other; one where the run is not `whole`, since nobody waits for less."""
@@ -154,6 +156,7 @@ def _read_places(
         try:
             connection, kept = peer.take(_left(delivery.end_s))
             path = connection.name
+            delivery.on_connection(connection)
             done, reason = run.read(connection, by_chunk, whole)
         except DeadlineExceeded:
             done, reason = 0, MissReason.DEADLINE
@@ -161,6 +164,7 @@ def _read_places(
             done, reason = 0, MissReason.UNREACHABLE
         finally:
             if connection is not None:
+                delivery.on_connection(None)
                 peer.give_back(connection, healthy=run.healthy)
         if not (kept and done == 0 and reason is MissReason.UNREACHABLE):
             return RemoteRead(done, reason, run.moved, path=path)

@@ -23,7 +23,7 @@ demo: $(STAMP) ## Run the main job on this machine: two nodes, three workers, on
 	$(BIN)/kvstore demo
 
 test: $(STAMP) ## Run all tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 check: $(STAMP) ## Format check, lint, types, import rules, proto drift
 	$(BIN)/ruff format --check .

@@ -259,9 +259,13 @@ class NixlIo:
             logger.debug("%s: NIXL: %r", self._arena.path, exc)
 
     def _end(self, transfer: _Transfer) -> None:
-        if transfer.handle is not None:
-            transfer.handle.release()
-            transfer.handle = None
+        handle, transfer.handle = transfer.handle, None
+        if handle is not None:
+            try:
+                handle.release()
+            except self._errors as exc:  # the library keeps it then; whoever waits must not wait for that
+                self._unposted.append(handle)
+                logger.debug("%s: NIXL: %r", self._arena.path, exc)
         transfer.ended.set()
 
 

@@ -2,8 +2,8 @@
 
 The client writes pieces under fresh keys, reads them back in random order and compares every byte. Rounds go ours,
 peer, ours, peer, and a memcpy of the same pieces. `ratio` is the median over the rounds of (their time / our time);
-all rounds are in `runs` (seconds). `memcpy_ratio` is the same for the memcpy: what no copy of ours can pass. What is
-compared with what:
+all rounds are in `runs` (seconds). `memcpy_ratio` is the same for the memcpy, about the most that a copy can get (in
+paged tensors it goes page by page from Python, which is slower). What is compared with what:
 
     mooncake      Mooncake Store over TCP, put and get; ours through shared memory, which is another way
     lmcache       LMCache's server, which copies by POSIX shared memory between its memory and an engine's paged

@@ -16,7 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstore.client import Cache, Client, Destination, PendingWrite, ReadResult, Source, WriteResult
+from kvstore.client import (
+    Cache,
+    Client,
+    Destination,
+    LayersReady,
+    PendingWrite,
+    ReadResult,
+    Source,
+    TransferMode,
+    WriteResult,
+)
 from kvstore.errors import DeadlineExceeded, SessionLost, Unreachable
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -86,6 +96,36 @@ class PoolSession:
 
         The pages of chunks that were not delivered hold anything afterwards.
         """
+        return self._or_miss(
+            "read", keys, lambda: self._connected().read(keys, into, deadline_s=deadline_s, ticket=ticket)
+        )
+
+    def load_layers(
+        self,
+        keys: Keys,
+        into: Destination,
+        layers_ready: Callable[[LayersReady], None],
+        *,
+        deadline_s: float,
+        mode: TransferMode = TransferMode.AUTO,
+        ticket: Ticket | None = None,
+    ) -> ReadResult:
+        """Like `read`, and `layers_ready` is called in this thread with layers as they come; see `Cache.read_layers`.
+
+        An error, of `layers_ready` too, is a miss of all chunks, whatever was told before. Afterwards the pages are the
+        engine's again.
+        """
+
+        def call() -> ReadResult:
+            with self._connected().read_layers(keys, into, mode=mode, deadline_s=deadline_s, ticket=ticket) as read:
+                for ready in read:
+                    layers_ready(ready)
+                return read.result()
+
+        return self._or_miss("read", keys, call)
+
+    def _or_miss(self, operation: str, keys: Keys, read: Callable[[], ReadResult]) -> ReadResult:
+        """What a read gives; a miss with the reason if it raises."""
         if not len(keys):
             return ReadResult(0, 0, 0, 0, None)
         reason = MissReason.UNREACHABLE
@@ -93,7 +133,7 @@ class PoolSession:
         def call() -> ReadResult:
             nonlocal reason
             try:
-                return self._connected().read(keys, into, deadline_s=deadline_s, ticket=ticket)
+                return read()
             except DeadlineExceeded:
                 reason = MissReason.DEADLINE
                 raise
@@ -101,7 +141,7 @@ class PoolSession:
                 reason = MissReason.SESSION_LOST
                 raise
 
-        result = guarded(self.errors, "read", call, None)
+        result = guarded(self.errors, operation, call, None)
         return ReadResult(0, 0, 0, 0, reason) if result is None else result
 
     def writer(self, keys: Keys, source: Source, *, ticket: Ticket | None = None) -> ChunkWriter:

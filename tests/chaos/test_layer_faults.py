@@ -19,6 +19,7 @@ from kvstore.model.prefix import KeyChain, Keys
 from kvstore.model.values import MissReason, NodeInfo, Tier
 from tests.chaos.node_thread import NodeThread
 from tests.chaos.pool_processes import Processes
+from tests.chaos.test_tier_uses import Setting, make
 from tests.unit.client.pages import MIB, POISON, Bytes, namespace, pages_of, poisoned, prompt
 
 CHUNKS, LAYERS = 4, MIB.layers
@@ -27,6 +28,7 @@ LAYER_BYTES = MIB.chunk_bytes // LAYERS
 KEYS = KeyChain(SPACE).keys(prompt(1, 64 * CHUNKS))
 PAGES = pages_of(KEYS, MIB)
 WAIT_S = 20.0
+__all__ = ["make"]  # a fixture
 Told = list[LayersReady]
 
 
@@ -53,8 +55,8 @@ def fill(address: str) -> NodeInfo:
 class Follower:
     """A reader of other nodes that checks what it is told when it is told."""
 
-    def __init__(self, *infos: NodeInfo) -> None:
-        self.client = Client(None, None, InOrder(*infos), staging_bytes=8 << 20)
+    def __init__(self, *infos: NodeInfo, staging_bytes: int = 8 << 20) -> None:
+        self.client = Client(None, None, InOrder(*infos), staging_bytes=staging_bytes)
         self.cache = self.client.bind(SPACE)
         self.target: Bytes = poisoned(self.cache, CHUNKS)
         self.told: Told = []
@@ -152,6 +154,29 @@ def test_a_chunk_whose_slot_was_reused_stops_the_telling_at_the_fence(nodes: lis
     follower.close()
 
 
+@pytest.mark.parametrize("missing", [0, 2])
+def test_what_comes_from_the_ssd_is_told_of_once_it_is_there(make: Callable[..., Setting], missing: int) -> None:
+    """Half of a prompt in DRAM, half on the SSD, and perhaps more asked for than there is."""
+    setting = make(room_chunks=6, ssd_chunks=40)
+    setting.store(1, 6)
+    setting.store(2, 3)  # the tail of the first leaves the DRAM
+    keys = setting.keys(1, 6 + missing)
+    pages = setting._content(keys.slice(0, 6))
+    target, told = setting.cache.empty(len(keys)), []
+    target[:] = POISON
+    with setting.cache.read_layers(keys, target, mode="layerwise", layers_at_once=1) as read:
+        for ready in read:
+            layers = slice(ready.layer_start, ready.layer_stop)
+            assert np.array_equal(target[: ready.chunks, layers], pages[: ready.chunks, layers]), ready
+            told.append(ready)
+        result = read.result()
+    assert (result.chunks, result.ssd_tokens) == (6, 3 * setting.cache.layout.chunk_tokens)
+    assert told[-1].layer_stop == setting.cache.layout.layers and {ready.chunks for ready in told} == {6}
+    setting.client.flush_touches()
+    setting.rest()
+    assert setting.uses(1, 6) == [2] * 6, "one read is one use"
+
+
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     processes = Processes(tmp_path)
@@ -176,6 +201,18 @@ def test_b01_a_peer_that_dies_in_the_middle_ends_the_telling_or_is_replaced(
         # Whether the last group that came was told before the failure was seen is a matter of threads.
         assert len(follower.told) in (2, 3) and follower.told == each_layer(stop=len(follower.told))
         assert (result.chunks, result.reason) == (0, MissReason.UNREACHABLE)
+    follower.close()
+
+
+@pytest.mark.slow
+def test_chunks_that_lack_a_layer_do_not_count_where_a_group_takes_several_exchanges(processes: Processes) -> None:
+    """Staging takes one chunk's layer at a time; the peer dies when layer 1 of chunks 0 and 1 has come."""
+    dying = processes.node("dying", dram=12 << 20)
+    follower = Follower(fill(dying.said["socket_path"]), staging_bytes=600 << 10)
+    follower.at_payload(CHUNKS + 2, dying.kill)
+    result = follower.read()
+    assert (result.chunks, result.reason) == (0, MissReason.UNREACHABLE)
+    assert follower.told == each_layer(stop=1)
     follower.close()
 
 

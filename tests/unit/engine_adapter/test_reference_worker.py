@@ -11,9 +11,11 @@ import kvstore
 from engine_adapter.model import Engine, ModelConfig
 from engine_adapter.reference import ReferenceWorker, serve
 from engine_adapter.session import PoolSession
-from kvstore.errors import InvalidRequest, Unreachable
+from kvstore.client import TransferMode
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unreachable
 from kvstore.model.layout import Rectangle
 from kvstore.model.ticket import Ticket, TicketRank
+from kvstore.model.values import MissReason
 
 CONFIG = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp_hidden=96, vocabulary=97, page_tokens=4)
 CHUNK = CONFIG.chunk_tokens
@@ -129,6 +131,11 @@ class FaultyVerbs:
             raise self._error
         return self._inner.read(keys, into, **options)
 
+    def read_layers(self, keys, into, **options):
+        if self._verb == "read":
+            raise self._error
+        return self._inner.read_layers(keys, into, **options)
+
     def begin_write(self, keys, **options):
         if self._verb == "begin_write":
             raise self._error
@@ -171,6 +178,29 @@ def test_b06_a_pool_that_fails_changes_no_answer(client, verb, error):
     # Nothing that failed half way is left reserved: a healthy worker stores and hits all of it.
     assert healthy.prefill(tokens, None)["visible_chunks"] == 4
     assert healthy.decode(tokens, 1, None)["computed_tokens"] == 1
+
+
+def test_b06_layers_are_told_as_they_come_and_errors_are_misses(client):
+    """An error of the pool, and one of the engine in the middle of its layers."""
+    cache = client.bind(CONFIG.namespace)
+    keys, layout = cache.keys(prompt(2 * CHUNK)), CONFIG.namespace.layout
+    pages = cache.empty(2)
+    pages[:] = 7
+    assert cache.write(keys, pages).visible == 2
+    told, found = [], cache.empty(2)
+    session = PoolSession(CONFIG.namespace, lambda: Stays(client))
+    options = {"deadline_s": 5.0, "mode": TransferMode.LAYERWISE}
+    assert session.load_layers(keys, found, told.append, **options).chunks == 2
+    assert (found == 7).all() and told[0].layer_start == 0 and told[-1].layer_stop == layout.layers
+    assert session.load_layers(keys.slice(0, 0), found, told.append, **options).chunks == 0
+
+    def fail(ready):
+        raise ValueError("no such layer")
+
+    assert session.load_layers(keys, found, fail, **options).chunks == 0
+    sick = PoolSession(CONFIG.namespace, lambda: Faulty(client, "read", DeadlineExceeded("late")))
+    assert sick.load_layers(keys, found, told.append, **options).reason is MissReason.DEADLINE
+    assert session.errors == {"read:ValueError": 1} and sick.errors == {"read:DeadlineExceeded": 1}
 
 
 def test_b06_a_pool_that_cannot_be_reached_is_not_tried_at_every_call():

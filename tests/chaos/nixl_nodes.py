@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,3 +103,18 @@ class Held:
             sum(agent._agent is not None for agent in _LIVING),
             len(_children(os.getpid())),
         )
+
+
+class Once:
+    """Runs `action` at the first call, which comes from whichever thread reads first."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+        self._lock = threading.Lock()
+        self.happened = False
+
+    def __call__(self) -> None:
+        with self._lock:
+            first, self.happened = not self.happened, True
+        if first:
+            self._action()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client import Client, connect
+from kvstore.client import connect
 from kvstore.client import nodes as nodes_module
 from kvstore.errors import KvStoreError
 from kvstore.metadata import NodeMatch

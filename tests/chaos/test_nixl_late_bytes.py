@@ -124,7 +124,9 @@ def test_a16_late_bytes_of_a_stopped_owner_reach_nobody(over: Callable[[str], Re
     other.close()
 
 
-def test_a16_without_its_guard_late_bytes_arrive(over: Callable[[str], ReadPath], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a16_without_its_guard_late_bytes_arrive(
+    over: Callable[[str], ReadPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the end of the agent is for: the library's own release of the transfer does not keep them off."""
     kept: list[Agent] = []
     monkeypatch.setattr(Agent, "close", lambda self: kept.append(self))

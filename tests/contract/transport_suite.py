@@ -115,14 +115,17 @@ class TransportSuite:
         np.testing.assert_array_equal(staging, expected_staging(owner.arena, descriptors, len(staging)))
 
     def reconnected(self, connect: Callable[[Owner], Connection], owner: Owner) -> Connection:
-        """A connection to an owner that may need a moment, at most 20 s, to serve again."""
+        """A connection that serves, to an owner that may need a moment, at most 20 s, to serve again."""
         pause, deadline = threading.Event(), time.monotonic() + 20
         while True:
             try:
-                return connect(owner)
+                connection = connect(owner)
+                if connection.read([descriptor(0, 1, 0)], poisoned(1), 5.0).status is ReadStatus.DONE:
+                    return connection
             except Unreachable:
-                assert time.monotonic() < deadline
-                pause.wait(0.05)
+                pass
+            assert time.monotonic() < deadline
+            pause.wait(0.05)
 
     def check_closes(self, connection: Connection) -> None:
         """The owner's end is heard of within 10 s, without a read."""

@@ -53,10 +53,9 @@ def load_nixl() -> NixlLibrary:
         logging.raiseExceptions = reports
     if is_first:
         _take_over(logging.getLogger("nixl"))
-    errors = tuple(
-        value for name, value in vars(bindings).items() if name.endswith("Error") and isinstance(value, type)
-    )
-    return NixlLibrary(api, errors, version)
+    own = [value for name, value in vars(bindings).items() if name.endswith("Error") and isinstance(value, type)]
+    # Where a plug-in was loaded that knows the exceptions by itself, the bindings take them for plain runtime errors.
+    return NixlLibrary(api, (*own, RuntimeError), version)
 
 
 def _take_over(logger: logging.Logger) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Final
 
 from kvstore.errors import ConfigurationError, InvalidRequest, Unreachable
@@ -55,20 +56,21 @@ class NixlProcess:
             "devices": list(devices),
         }
         self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         self._plane: DataPlane | None = None
         self.restarts = 0
         """Processes that died and were replaced."""
-        try:
-            self._process, self._plane = self._start()
-        except BaseException:
-            os.close(self._arena_fd)
-            raise
-        self._watcher = threading.Thread(target=self._watch, name="nixl-watch", daemon=True)
+        started: Future[None] = Future()
+        # All processes are started by this thread: the kernel ends them with the thread that started them.
+        self._watcher = threading.Thread(target=self._watch, args=(started,), name="nixl-watch", daemon=True)
         self._watcher.start()
+        started.result()
 
     @property
     def pid(self) -> int:
         """Of the process that serves now, or served last."""
+        assert self._process is not None, "the constructor returns when there is one"
         return self._process.pid
 
     def plane(self) -> DataPlane:
@@ -81,22 +83,20 @@ class NixlProcess:
 
     def wake(self) -> None:
         """Peers read, or are about to. Never waits; worth saying every 100 ms while they do."""
-        stdin = self._process.stdin
-        if stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # full: it knows; gone or closed: the watcher knows
-                os.write(stdin.fileno(), b"r")
+        with self._lock:  # never while it is closed: the descriptor's number may be given out again
+            stdin = self._process.stdin if self._process is not None else None
+            if stdin is not None and not stdin.closed:
+                with contextlib.suppress(OSError):  # full: it knows; gone: the watcher knows
+                    os.write(stdin.fileno(), b"r")
 
     def stop(self, deadline_s: float = 5.0) -> None:
         """Offer nothing any more: what peers read ends with an error. Idempotent."""
-        if self._stopping.is_set():
-            return
         self._stopping.set()
-        self._plane = None
-        _end(self._process, deadline_s)
+        serves, self._plane = self._plane is not None, None
+        self._end(deadline_s if serves else 0.0)  # one that is starting has nothing to end in order
         self._watcher.join(deadline_s)
-        os.close(self._arena_fd)
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], DataPlane]:
+    def _start(self) -> DataPlane:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvstore.transport.nixl_owner", json.dumps(self._job)],
             stdin=subprocess.PIPE,
@@ -105,6 +105,10 @@ class NixlProcess:
         )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
+        with self._lock:
+            self._process = process
+        if self._stopping.is_set():  # `stop` may have looked for a process just before
+            process.kill()
         overdue = threading.Timer(START_S, process.kill)
         overdue.daemon = True
         overdue.start()
@@ -113,13 +117,25 @@ class NixlProcess:
         process.stdout.close()
         fields = json.loads(line) if line else {"error": f"it ended with status {process.wait()}"}
         if "error" in fields:
-            _end(process, 0.0)
+            self._end(0.0)
             raise ConfigurationError(f"the NIXL process did not start: {fields['error']}")
-        return process, plane_from_json(fields)
+        return plane_from_json(fields)
 
-    def _watch(self) -> None:
+    def _watch(self, started: Future[None]) -> None:
+        try:
+            self._plane = self._start()
+        except BaseException as exc:
+            started.set_exception(exc)
+        else:
+            started.set_result(None)
+            self._keep_going()
+        finally:
+            os.close(self._arena_fd)
+
+    def _keep_going(self) -> None:
         pause_s = BACK_OFF_S
-        while True:
+        while not self._stopping.is_set():
+            assert self._process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(BACK_OFF_LIMIT_S)
             if self._process.returncode is None:
@@ -129,23 +145,26 @@ class NixlProcess:
             if self._stopping.is_set():
                 return
             logger.warning("the NIXL process ended with status %d; starting another", self._process.returncode)
-            _end(self._process, 0.0)
+            self._end(0.0)
             while not self._stopping.wait(pause_s):
                 pause_s = min(2 * pause_s, BACK_OFF_LIMIT_S)
                 try:
-                    self._process, self._plane = self._start()
+                    self._plane = self._start()
                     self.restarts += 1
                     break
                 except ConfigurationError as exc:
-                    logger.error("%s; trying again in %.1f s", exc, pause_s)
+                    if not self._stopping.is_set():
+                        logger.error("%s; trying again in %.1f s", exc, pause_s)
 
-
-def _end(process: subprocess.Popen[bytes], deadline_s: float) -> None:
-    """Close its input, which ends it; kill it at the deadline."""
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(deadline_s)
-        return
-    process.kill()
-    process.wait()
+    def _end(self, deadline_s: float) -> None:
+        """Close the present process's input, which ends it; kill it at the deadline."""
+        with self._lock:
+            process = self._process
+            if process is None or process.stdin is None:
+                return
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(deadline_s)
+            return
+        process.kill()
+        process.wait()

@@ -1,0 +1,131 @@
+"""What keeps a node's NIXL process going: starts that fail, deaths, stops at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigurationError, Unreachable
+from kvstore.transport import nixl_process
+from kvstore.transport.nixl_process import NixlProcess
+from tests.chaos.nixl_nodes import nixl_processes, state_of
+from tests.chaos.pool_processes import until
+
+pytestmark = [pytest.mark.xdist_group("nixl")]
+STAND_IN = """#!{python}
+import ctypes, json, os, pathlib, sys, time
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+job = json.loads(sys.argv[3])
+folder = pathlib.Path({folder!r})
+starts = folder / "starts"
+number = int(starts.read_text()) if starts.exists() else 0
+starts.write_text(str(number + 1))
+os.fstat(job["arena_fd"])
+behaviour = {behaviours!r}[min(number, len({behaviours!r}) - 1)]
+if behaviour == "refuse":
+    print(json.dumps({{"error": "64 bytes could not be registered for the network"}}), flush=True)
+    sys.exit(1)
+if behaviour == "crash":
+    os.kill(os.getpid(), 9)
+if behaviour == "hang":
+    (folder / "hangs").write_text("")
+    time.sleep(600)
+plane = dict(epoch=job["epoch"], backend="UCX", agent_metadata="", arena_address=0, arena_bytes=1, rdma_devices=[])
+print(json.dumps(plane), flush=True)
+while os.read(0, 100):
+    pass
+"""
+
+
+@pytest.fixture
+def arena_fd() -> Iterator[int]:
+    arena_fd = os.memfd_create("test-arena")
+    os.ftruncate(arena_fd, 1 << 20)
+    yield arena_fd
+    os.close(arena_fd)
+
+
+@pytest.fixture
+def behaving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Have the processes that are started serve, refuse, crash or hang, one after the other, instead of using NIXL."""
+
+    def behaving(*behaviours: str) -> None:
+        script = tmp_path / "stand_in"
+        script.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path), behaviours=behaviours))
+        script.chmod(0o755)
+        monkeypatch.setattr(nixl_process.sys, "executable", str(script))
+
+    return behaving
+
+
+def starts(folder: Path) -> int:
+    return int((folder / "starts").read_text())
+
+
+def test_b13_a_start_that_fails_is_one_clear_message(
+    behaving: Callable[..., None], arena_fd: int, tmp_path: Path
+) -> None:
+    """And nothing is offered, tried again or left."""
+    before = os.listdir("/proc/self/fd")
+    behaving("refuse")
+    with pytest.raises(ConfigurationError, match="did not start: 64 bytes could not be registered"):
+        NixlProcess("node", 1, arena_fd, 4096)
+    assert starts(tmp_path) == 1
+    until(lambda: len(os.listdir("/proc/self/fd")) == len(before))
+    assert not nixl_processes(os.getpid())
+
+
+def test_a_start_that_crashes_says_so(behaving: Callable[..., None], arena_fd: int) -> None:
+    behaving("crash")
+    with pytest.raises(ConfigurationError, match="did not start: it ended with status -9"):
+        NixlProcess("node", 1, arena_fd, 4096)
+
+
+def test_a_process_that_dies_is_replaced_until_one_serves(
+    behaving: Callable[..., None], arena_fd: int, tmp_path: Path
+) -> None:
+    behaving("serve", "crash", "refuse", "serve")
+    process = NixlProcess("node", 1, arena_fd, 4096)
+    first = process.pid
+    os.kill(first, signal.SIGKILL)
+    until(lambda: process.restarts == 1)
+    assert process.plane().epoch == 1 and process.pid != first and starts(tmp_path) == 4
+    process.stop()
+    with pytest.raises(Unreachable):
+        process.plane()
+    assert not nixl_processes(os.getpid())
+
+
+def test_a_stop_while_another_process_starts_ends_that_one(
+    behaving: Callable[..., None], arena_fd: int, tmp_path: Path
+) -> None:
+    """It was left running, with a mapping of the arena, and the watcher with it."""
+    behaving("serve", "hang")
+    process = NixlProcess("node", 1, arena_fd, 4096)
+    os.kill(process.pid, signal.SIGKILL)
+    until((tmp_path / "hangs").exists)
+    process.stop()
+    process.stop()
+    assert not nixl_processes(os.getpid())
+    assert not [thread for thread in threading.enumerate() if thread.name == "nixl-watch"]
+
+
+def test_it_outlives_the_thread_that_made_it(behaving: Callable[..., None], arena_fd: int) -> None:
+    """The kernel ended the process together with the thread that had started it."""
+    behaving("serve")
+    made: list[NixlProcess] = []
+    maker = threading.Thread(target=lambda: made.append(NixlProcess("node", 1, arena_fd, 4096)))
+    maker.start()
+    maker.join(20)
+    (process,) = made
+    until(lambda: f"/{maker.native_id}" not in str(list(Path("/proc/self/task").iterdir())))  # gone for the kernel too
+    process.wake()
+    assert process.restarts == 0 and state_of(process.pid) in ("R", "S", "D")
+    process.stop()
+    assert not nixl_processes(os.getpid())

@@ -43,6 +43,8 @@ def load_nixl() -> NixlLibrary:
         raise ConfigurationError(f"NIXL {version} is too old or known to be broken: {_REMEDY}")
     # Among the answers on standard output is no place for UCX's warnings either.
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    # It warns of each piece of every read that is given up, which is counted anyway; what fails is an error of ours.
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     is_first, reports = "nixl" not in sys.modules, logging.raiseExceptions
     try:
         api = importlib.import_module("nixl._api")

@@ -40,7 +40,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, NodeInfo, Outcome
 from kvstore.node import HANDOFF_WAIT_MS
 from kvstore.node.core import NodeCore
-from kvstore.node.operators.moving import Drained, Replicated
+from kvstore.node.operators.moving import PULLED_BYTES, Drained, Replicated
 from kvstore.node.slots import slot_bytes
 
 PULLS = 2
@@ -109,6 +109,11 @@ class NodeMover:
     def drain(self, targets: Sequence[NodeInfo]) -> AsyncIterator[Drained]:
         """See Mover. The node goes on serving; keeping new writes out is the caller's business."""
         return Drain(self._core, targets).run()
+
+    def figures(self) -> dict[str, int]:
+        """See Mover."""
+        counts = self._client.counters.snapshot() if self._client is not None else {}
+        return {name: counts.get(name, 0) for name in PULLED_BYTES.values()}
 
     async def close(self) -> None:
         """End what is under way, then the session with the own node, which must still answer. Idempotent."""
@@ -326,7 +331,10 @@ class _Pull:
         delivery = Delivery(
             self._namespace, cache.rectangle, pages, client.staging, client.background(), self._read_end_s
         )
-        return read_remote(peer, delivery, keys, first)
+        result = read_remote(peer, delivery, keys, first)
+        if result.path in PULLED_BYTES:
+            client.counters.add(PULLED_BYTES[result.path], result.payload_bytes)
+        return result
 
     def _own_node(self) -> HostNode:
         host = self._client.host(self._left())

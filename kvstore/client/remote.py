@@ -268,7 +268,12 @@ class _Run:
             for piece in pieces
             for run in piece.plan.runs
         ]
-        result = connection.read(descriptors, block.view, _left(end_s))
+        try:
+            result = connection.read(descriptors, block.view, _left(end_s))
+        except BaseException:
+            # Nobody can say when its transfer ends: nobody gets this memory again.
+            self._staging.quarantine(block, lambda: False)
+            raise
         if result.status is not ReadStatus.DONE:
             if result.ended is None:
                 self._staging.release(block)

@@ -7,6 +7,7 @@ faster than NIXL does over TCP. A named transport is the only one used: it works
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,8 @@ from kvstore.transport.nixl_agent import is_installed, rdma_devices
 from kvstore.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
+SUBSTITUTE_S = 5.0
+"""So long a connection over tcp is kept that was made because NIXL did not answer."""
 CHOICES = ("auto", "shm", "tcp", "nixl")
 """Of a client; shm: this host's node by shared memory or not at all, others as with auto."""
 
@@ -36,9 +39,9 @@ class Way:
 
 
 class Transports:
-    """`staging`: memory that NIXL registers. Thread-safe.
+    """`staging`: memory that NIXL registers. Thread-safe. NIXL is loaded and tried here, which takes a second or two.
 
-    Raises ConfigurationError for nixl where it is not installed.
+    Raises ConfigurationError for nixl where it, its back-end or a device is not there.
     """
 
     def __init__(self, way: Way, staging: npt.NDArray[np.uint8], counters: Counters) -> None:
@@ -52,8 +55,21 @@ class Transports:
         self._tcp: Transport = TcpTransport(secret)
         self._nixl: Transport | None = None
         if self._forced or (choice != "tcp" and is_installed() and rdma_devices()):
-            self._nixl = NixlTransport(staging, backend=way.nixl_backend, devices=way.nixl_devices, credential=secret)
+            self._nixl = self._prepared(
+                NixlTransport(staging, backend=way.nixl_backend, devices=way.nixl_devices, credential=secret)
+            )
         self._told: set[str] = set()
+
+    def _prepared(self, nixl: NixlTransport) -> NixlTransport | None:
+        try:
+            nixl.prepare()
+        except ConfigurationError as exc:
+            if self._forced:
+                raise
+            logger.warning("other nodes are read over tcp, although this host has RDMA devices: %s", exc)
+            self._counters.add("nixl_fallbacks")
+            return None
+        return nixl
 
     @property
     def path(self) -> str:
@@ -72,6 +88,8 @@ class Transports:
                     raise Unreachable(str(exc)) from exc
                 raise
             self._tell(node, exc)
+            if isinstance(exc, Unreachable):  # it may be starting again: do not stay with tcp for good
+                return _Substitute(self._tcp.connect(node, deadline_s))
         return self._tcp.connect(node, deadline_s)
 
     def close(self) -> None:
@@ -85,3 +103,18 @@ class Transports:
         if node.node_id not in self._told:
             self._told.add(node.node_id)
             logger.warning("node %s is read over tcp, although this host has RDMA devices: %s", node.node_id, exc)
+
+
+class _Substitute:
+    """A connection that is good for a while only, so that the better way is tried again."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._end_s = time.monotonic() + SUBSTITUTE_S
+        self.name = connection.name
+        self.read, self.cancel, self.close = connection.read, connection.cancel, connection.close
+
+    @property
+    def is_open(self) -> bool:
+        """See Connection."""
+        return time.monotonic() < self._end_s and self._connection.is_open

@@ -32,7 +32,7 @@ from kvstore.node.exporter import Exporter
 from kvstore.node.handover import Seat
 from kvstore.node.operators.admin import AdminServicer
 from kvstore.node.operators.limits import MemoryPlan, effective_limits
-from kvstore.node.operators.moving import Mover
+from kvstore.node.operators.moving import PULLED_BYTES, Mover
 from kvstore.node.operators.operations import Operations
 from kvstore.node.operators.pins import PinFile
 from kvstore.node.publisher import Publisher
@@ -339,6 +339,7 @@ class NodeDaemon:
     def _more_stats(self) -> dict[str, Any]:
         return {
             **self._data.figures(),
+            **(self._mover.figures() if self._mover is not None else dict.fromkeys(PULLED_BYTES.values(), 0)),
             "loop_lag_ms": round(self._loop_lag_s * 1000, 3),
             "publisher_failed_batches": self._publisher.failed_batches if self._publisher else 0,
             "populated_bytes": self._memory.arena.populated_bytes,

@@ -59,6 +59,8 @@ _COUNTERS: Final[dict[str, PromCounter]] = {
     "evicted_unsaved": metrics.LOST_UNSAVED_CHUNKS,
     "tcp_payload_bytes_sent": metrics.PATH_BYTES.labels("tcp"),
     "nixl_restarts": metrics.NIXL_RESTARTS,
+    "pulled_bytes_tcp": metrics.PATH_BYTES.labels("pulled_tcp"),
+    "pulled_bytes_nixl": metrics.PATH_BYTES.labels("pulled_nixl"),
     "ssd_read_bytes": metrics.PATH_BYTES.labels("ssd_read"),
     "ssd_write_bytes": metrics.PATH_BYTES.labels("ssd_write"),
     "put_bytes": metrics.PATH_BYTES.labels("grpc_put"),

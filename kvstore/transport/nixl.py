@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import DeadlineExceeded, ForkedProcess, KvStoreError, StaleReference, Unreachable
+from kvstore.errors import CapacityExhausted, DeadlineExceeded, ForkedProcess, KvStoreError, StaleReference, Unreachable
 from kvstore.model.values import NodeInfo
 from kvstore.transport import ReadDescriptor, ReadResult, ReadStatus
 from kvstore.transport import data_plane as exchange
@@ -77,6 +77,13 @@ class NixlTransport:
         """Back-end, and what UCX was told to use."""
         return f"nixl {path_name(self._backend)}"
 
+    def prepare(self) -> None:
+        """Load the library and try back-end and devices, so that no read waits for that. Raises ConfigurationError."""
+        self._agent().close()
+
+    def _agent(self) -> Agent:
+        return Agent(f"kvstore-reader-{os.getpid()}-{uuid.uuid4().hex[:12]}", self._backend, self._devices)
+
     def connect(self, node: NodeInfo, deadline_s: float) -> NixlConnection:
         """See Transport. Raises NotFound where the node offers no NIXL."""
         if os.getpid() != self._pid:
@@ -128,7 +135,7 @@ class NixlTransport:
             raise StaleReference(f"the node's epoch is {plane.epoch}, not {node.epoch}")
         if plane.backend != self._backend:
             raise Unreachable(f"node {node.node_id} offers NIXL over {plane.backend}, this client uses {self._backend}")
-        agent = Agent(f"kvstore-reader-{os.getpid()}-{uuid.uuid4().hex[:12]}", self._backend, self._devices)
+        agent = self._agent()
         try:
             if self._staging is not None:
                 agent.register(self._staging.ctypes.data, self._staging.nbytes)
@@ -266,6 +273,8 @@ class NixlConnection:
         generations: tuple[int, ...] = ()
         try:
             status, detail, generations = self._read(meeting, table, staging, end_s)
+        except (CapacityExhausted, Unreachable) as exc:  # of a registration
+            detail = str(exc)
         finally:
             if status is not ReadStatus.DONE:
                 self._path.fail(detail)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import os
 import threading
 import weakref
@@ -29,6 +30,7 @@ from kvstore.errors import CapacityExhausted, ConfigurationError, ForkedProcess,
 from kvstore.nixl_library import load_nixl
 from kvstore.transport import ReadStatus
 
+logger = logging.getLogger(__name__)
 BACKENDS: Final = ("UCX", "LIBFABRIC")
 """What moves bytes between hosts. UCX: RDMA, NVLink, shared memory, TCP. LIBFABRIC: EFA."""
 _DEVICE_KEY: Final = {"UCX": "ucx_devices", "LIBFABRIC": "device_list"}
@@ -99,9 +101,12 @@ class Agent:
                 ) from exc
 
     def deregister(self, registration: Any) -> None:
-        """End a registration; nothing may be moving there."""
+        """End a registration; nothing may be moving there. Raises Unreachable where the library fails."""
         with self._calling() as agent:
-            agent.deregister_memory(registration, [self.backend])
+            try:
+                agent.deregister_memory(registration, [self.backend])
+            except self._errors as exc:
+                raise Unreachable(f"NIXL: {exc}") from exc
 
     def metadata(self) -> bytes:
         """What a peer needs to read what is registered now."""
@@ -190,7 +195,10 @@ class Transfer:
     def end(self) -> None:
         """Give back what the library keeps for it; only when it is over, or its agent is to be closed next."""
         with self._agent._calling():
-            self._handle.release()
+            try:
+                self._handle.release()
+            except self._agent._errors as exc:  # it could not be cancelled: the end of the agent settles it
+                logger.debug("NIXL: %s", exc)
 
 
 def _lock_limit() -> str:

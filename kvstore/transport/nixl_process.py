@@ -124,7 +124,7 @@ class NixlProcess:
     def _watch(self, started: Future[None]) -> None:
         try:
             self._plane = self._start()
-        except BaseException as exc:
+        except Exception as exc:  # noqa: BLE001 (whoever starts it waits for this)
             started.set_exception(exc)
         else:
             started.set_result(None)

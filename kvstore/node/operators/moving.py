@@ -14,6 +14,9 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import NodeInfo
 
+PULLED_BYTES = {"tcp": "pulled_bytes_tcp", "nixl": "pulled_bytes_nixl"}
+"""Path -> figure: bytes that came from other nodes by it, checksum tables included."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
@@ -54,6 +57,9 @@ class Mover(Protocol):
         `geometries`: with the numbers of the rectangles that are written here. Raises Unreachable, DeadlineExceeded,
         LayoutMismatch.
         """
+
+    def figures(self) -> dict[str, int]:
+        """For statistics: those of PULLED_BYTES."""
 
     async def close(self) -> None:
         """End what is under way, while the node still answers. Idempotent."""

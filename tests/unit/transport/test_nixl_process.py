@@ -72,12 +72,12 @@ def test_b13_a_start_that_fails_is_one_clear_message(
     behaving: Callable[..., None], arena_fd: int, tmp_path: Path
 ) -> None:
     """And nothing is offered, tried again or left."""
-    before = os.listdir("/proc/self/fd")
+    before = list(Path("/proc/self/fd").iterdir())
     behaving("refuse")
     with pytest.raises(ConfigurationError, match="did not start: 64 bytes could not be registered"):
         NixlProcess("node", 1, arena_fd, 4096)
     assert starts(tmp_path) == 1
-    until(lambda: len(os.listdir("/proc/self/fd")) == len(before))
+    until(lambda: len(list(Path("/proc/self/fd").iterdir())) == len(before))
     assert not nixl_processes(os.getpid())
 
 

@@ -6,6 +6,7 @@ prompt is on both nodes, two more are on one of them each.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -27,8 +28,12 @@ from tests.chaos.nixl_nodes import Held, NixlNode, Once, nixl_node, nixl_process
 from tests.chaos.pool_processes import Process, Processes, until
 from tests.unit.client.pages import MIB, POISON, namespace, pages_of, prompt
 
-pytest.importorskip("nixl", reason="needs the nixl package")
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.xdist_group("nixl")]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the nixl package"),
+    pytest.mark.nixl,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("nixl"),
+]
 
 SHARED, NEAR, FAR = 1, 2, 3
 """Prompts, by where their chunks are."""

@@ -6,6 +6,7 @@ owner goes on (A16). The last test of the transports takes the guard away and se
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +32,12 @@ from tests.unit.client.test_remote_read import AlwaysThere
 from tests.unit.transport.nixl_owners import NixlProcessOwner
 from tests.unit.transport.tcp_owner import ProcessOwner
 
-pytest.importorskip("nixl", reason="needs the nixl package")
-pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.xdist_group("nixl")]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the nixl package"),
+    pytest.mark.nixl,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("nixl"),
+]
 
 COPIES = 8
 """A read takes the arena so often: more than socket buffers hold, so that it can be stopped half-way."""

@@ -20,9 +20,7 @@ PAYLOAD_BYTES = CHUNKS << 20
 CALLS_BYTES = 256 << 10
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("nixl") is None, reason="needs the nixl package"
-    )
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the nixl package"),
     pytest.mark.slow,
     pytest.mark.netns,
     pytest.mark.nixl,

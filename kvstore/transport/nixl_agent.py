@@ -13,6 +13,7 @@ kept small enough to be lost: one for each peer.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib.util
 import logging
 import os
@@ -33,7 +34,6 @@ from kvstore.transport import ReadStatus
 logger = logging.getLogger(__name__)
 BACKENDS: Final = ("UCX", "LIBFABRIC")
 """What moves bytes between hosts. UCX: RDMA, NVLink, shared memory, TCP. LIBFABRIC: EFA."""
-_DEVICE_KEY: Final = {"UCX": "ucx_devices", "LIBFABRIC": "device_list"}
 _LOADING = threading.Lock()
 _LIVING: weakref.WeakSet[Agent] = weakref.WeakSet()
 
@@ -47,6 +47,21 @@ def rdma_devices() -> tuple[str, ...]:
     """Names of this host's RDMA devices (InfiniBand, RoCE, EFA), as the kernel lists them."""
     folder = Path("/sys/class/infiniband")
     return tuple(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else ()
+
+
+def _device_options(backend: str, devices: Sequence[str]) -> dict[str, str]:
+    """Back-end options for these devices. UCX gets names without their port, separated by comma AND blank; it passes
+    over options that it does not know. Raises ConfigurationError for a port that it cannot be told.
+    """
+    if not devices:
+        return {}
+    if backend != "UCX":
+        return {"device_list": ",".join(devices)}
+    if others := [device for device in devices if device.partition(":")[2] not in ("", "1")]:
+        raise ConfigurationError(
+            f"NIXL uses port 1 of a device, not {', '.join(others)}: set UCX_NET_DEVICES in the environment instead"
+        )
+    return {"device_list": ", ".join(device.partition(":")[0] for device in devices)}
 
 
 def path_name(backend: str) -> str:
@@ -65,6 +80,7 @@ class Agent:
     def __init__(self, name: str, backend: str = "UCX", devices: Sequence[str] = ()) -> None:
         if backend not in BACKENDS:
             raise ConfigurationError(f"unknown NIXL back-end {backend!r}; known: {', '.join(BACKENDS)}")
+        options = _device_options(backend, devices)
         with _LOADING:
             library = load_nixl()
         api, self._errors = library.api, library.errors
@@ -74,7 +90,6 @@ class Agent:
         self.backend = backend
         _LIVING.add(self)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        options = {_DEVICE_KEY[backend]: ",".join(devices)} if devices else {}
         try:
             self._agent: Any = api.nixl_agent(name, config)
             self._agent.create_backend(backend, options)
@@ -164,6 +179,18 @@ def _close_all() -> None:
     """Agents that outlive the interpreter's clean-up crash the process."""
     for agent in list(_LIVING):
         agent.close()
+
+
+def _leave_to_the_parent() -> None:
+    """A forked child must not end its parent's agents, not even at its own end: both share the event sets of their
+    sockets, and UCX aborts the process that misses an entry there. So the child never lets go of them.
+    """
+    for agent in list(_LIVING):
+        if agent._agent is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent._agent))
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class Transfer:

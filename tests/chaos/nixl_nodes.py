@@ -99,7 +99,7 @@ class Held:
     def now(cls) -> Held:
         return cls(
             threading.active_count(),
-            len(list(Path("/proc/self/fd").iterdir())),
+            sum(1 for _ in Path("/proc/self/fd").iterdir()),
             sum(agent._agent is not None for agent in _LIVING),
             len(_children(os.getpid())),
         )

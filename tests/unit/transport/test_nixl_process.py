@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import ConfigurationError, Unreachable
 from kvstore.transport import nixl_process
 from kvstore.transport.nixl_process import NixlProcess
-from tests.chaos.nixl_nodes import nixl_processes, state_of
+from tests.chaos.nixl_nodes import Held, nixl_processes, state_of
 from tests.chaos.pool_processes import until
 
 pytestmark = [pytest.mark.xdist_group("nixl")]
@@ -72,12 +72,12 @@ def test_b13_a_start_that_fails_is_one_clear_message(
     behaving: Callable[..., None], arena_fd: int, tmp_path: Path
 ) -> None:
     """And nothing is offered, tried again or left."""
-    before = list(Path("/proc/self/fd").iterdir())
+    before = Held.now().descriptors
     behaving("refuse")
     with pytest.raises(ConfigurationError, match="did not start: 64 bytes could not be registered"):
         NixlProcess("node", 1, arena_fd, 4096)
     assert starts(tmp_path) == 1
-    until(lambda: len(list(Path("/proc/self/fd").iterdir())) == len(before))
+    until(lambda: Held.now().descriptors == before)
     assert not nixl_processes(os.getpid())
 
 

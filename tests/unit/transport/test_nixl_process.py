@@ -77,7 +77,7 @@ def test_b13_a_start_that_fails_is_one_clear_message(
     with pytest.raises(ConfigurationError, match="did not start: 64 bytes could not be registered"):
         NixlProcess("node", 1, arena_fd, 4096)
     assert starts(tmp_path) == 1
-    until(lambda: Held.now().descriptors == before)
+    until(lambda: Held.now().descriptors <= before)  # fewer: what earlier tests had left has gone
     assert not nixl_processes(os.getpid())
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from kvstore.errors import ConfigurationError, InvalidRequest, Unreachable
+from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError, Unreachable
 from kvstore.transport.data_plane import DataPlane
 from kvstore.transport.nixl_owner import plane_from_json
 
@@ -124,7 +124,7 @@ class NixlProcess:
     def _watch(self, started: Future[None]) -> None:
         try:
             self._plane = self._start()
-        except Exception as exc:  # noqa: BLE001 (whoever starts it waits for this)
+        except (KvStoreError, OSError, ValueError, LookupError) as exc:
             started.set_exception(exc)
         else:
             started.set_result(None)
@@ -152,7 +152,7 @@ class NixlProcess:
                     self._plane = self._start()
                     self.restarts += 1
                     break
-                except ConfigurationError as exc:
+                except (ConfigurationError, OSError) as exc:
                     if not self._stopping.is_set():
                         logger.error("%s; trying again in %.1f s", exc, pause_s)
 

@@ -197,13 +197,15 @@ def patch(patches: dict[str, Any]) -> None:
 class SteppedClient:
     """A client whose every step is a line. Prompts are numbers; pages are those of `tests.unit.client.pages`."""
 
-    def __init__(self, node: str | None, metadata: str | None = None) -> None:
+    def __init__(
+        self, node: str | None, metadata: str | None = None, transport: str = "auto", layout: str = "small"
+    ) -> None:
         import kvstore
         from tests.unit.client import pages
 
         self.pages = pages
-        self.client = kvstore.connect(node, metadata)
-        self.cache = self.client.bind(pages.namespace())
+        self.client = kvstore.connect(node, metadata, transport=transport)
+        self.cache = self.client.bind(pages.namespace(layout=pages.LAYOUTS[layout]))
         self.pending: Any = None
         self.held = False
 
@@ -272,6 +274,21 @@ class SteppedClient:
             "wrong": sum(not (self.target[i] == right[i]).all() for i in range(result.chunks)),
             "seconds": time.monotonic() - started,
         }
+
+    def hold_payload(self) -> dict[str, Any]:
+        """The next read says so when its payload is under way, and waits for a line."""
+
+        def hold() -> None:
+            transport.hold_for_tests(None)
+            say(held="payload")
+            sys.stdin.readline()
+
+        transports = self.client._transports
+        transport: Any = transports._nixl or transports._tcp
+        transport.hold_for_tests(before_payload=hold)
+        for place in list(self.client._peers):  # a connection over tcp is made with its hook
+            self.client.drop_peer(*place)
+        return {}
 
     def storm(self, prompts: int, layout: str) -> dict[str, Any]:
         """Write and read one chunk a prompt; what the writes said, and what was wrong with the reads."""

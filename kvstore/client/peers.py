@@ -34,6 +34,7 @@ class Peer:
             raise StaleReference(f"node {info.node_id} has restarted")
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
+        self._closed = False
         self._registered: set[bytes] = set()
         self._written: set[tuple[bytes, Geometry, tuple[int, ...]]] = set()
 
@@ -65,9 +66,9 @@ class Peer:
         return self._transport.connect(self.info, deadline_s), False
 
     def give_back(self, connection: Connection, *, healthy: bool) -> None:
-        """Keep a healthy connection for the next read, close any other."""
+        """Keep a healthy connection for the next read, close any other; also when this peer was closed meanwhile."""
         with self._lock:
-            if healthy and len(self._idle) < CONNECTIONS_KEPT:
+            if healthy and not self._closed and len(self._idle) < CONNECTIONS_KEPT:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -75,7 +76,7 @@ class Peer:
     def close(self) -> None:
         """End everything."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._closed = self._idle, [], True
         for connection in idle:
             connection.close()
         self.api.close()

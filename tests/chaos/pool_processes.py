@@ -140,8 +140,8 @@ class Processes:
         until(lambda: stats_of(process)["open_bytes"] == dram)
         return process
 
-    def metadata(self) -> Process:
-        process = self.start("metadata")
+    def metadata(self, address: str = "127.0.0.1:0") -> Process:
+        process = self.start("metadata", address=address)
         process.hear()
         return process
 
@@ -371,7 +371,7 @@ def main(role: str, arguments: dict[str, Any]) -> None:
     if role == "node":
         assemble.run_node(NodeSettings(**arguments["settings"]), lambda facts: say(**facts))
     else:
-        settings = MetadataSettings(address="127.0.0.1:0", metrics_address="")
+        settings = MetadataSettings(address=arguments["address"], metrics_address="")
         assemble.run_metadata(settings, lambda facts: say(**facts))
 
 

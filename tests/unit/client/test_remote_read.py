@@ -138,6 +138,17 @@ def test_f15_the_first_read_after_an_idle_time_hits(node: NodeThread, writer: Ca
         assert cache.read(keys, target).chunks == 2
 
 
+def test_a_connection_that_comes_back_to_a_dropped_peer_is_closed(node: NodeThread, writer: Cache) -> None:
+    """It was kept by the peer that nobody knew any more: a socket, and over NIXL an agent, for each."""
+    stored(writer, 1)
+    with reader_of(node.info) as client:
+        peer = client.peer(node.info, 5.0)
+        connection, _ = peer.take(5.0)
+        client.drop_peer(node.info.node_id, node.info.epoch)
+        peer.give_back(connection, healthy=True)
+        assert not connection.is_open
+
+
 def test_another_node_is_asked_where_the_first_fails(node: NodeThread, writer: Cache) -> None:
     keys = stored(writer, 2)
     gone = NodeInfo("gone", 1, "x", "127.0.0.1:1", "127.0.0.1:1")

@@ -50,7 +50,7 @@ class FakeNixl:
         return Agent(self, name)
 
     @property
-    def library(self) -> NixlLibrary:
+    def loaded(self) -> NixlLibrary:
         return NixlLibrary(self, (Refused,), "1.5.1")
 
 

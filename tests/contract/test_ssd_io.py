@@ -37,5 +37,5 @@ class TestNixl(SsdIoSuite):
 class TestNixlFake(SsdIoSuite):
     @pytest.fixture
     def open_io(self) -> OpenIo:
-        library = FakeNixl().library
+        library = FakeNixl().loaded
         return lambda arena, memory: NixlIo(arena, memory, library, *make_agent(library))

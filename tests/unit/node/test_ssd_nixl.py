@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @contextmanager
 def disk_over(nixl: FakeNixl, path: Path) -> Iterator[Disk]:
     """An arena whose payloads go by this NIXL."""
-    yield from opened(path, lambda arena, memory: NixlIo(arena, memory, nixl.library, *make_agent(nixl.library)))
+    yield from opened(path, lambda arena, memory: NixlIo(arena, memory, nixl.loaded, *make_agent(nixl.loaded)))
 
 
 def write(disk: Disk, page: int = 0) -> list[object]:
@@ -52,10 +52,10 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_where_io_uring_is_refused_libaio_serves_and_where_both_are_the_message_says_what_to_do() -> None:
-    assert make_agent(FakeNixl().library)[1] == "io_uring"
-    assert make_agent(FakeNixl(refused=("use_uring",)).library)[1] == "libaio"
+    assert make_agent(FakeNixl().loaded)[1] == "io_uring"
+    assert make_agent(FakeNixl(refused=("use_uring",)).loaded)[1] == "libaio"
     with pytest.raises(ConfigurationError, match=r"seccomp profile.*io_uring_disabled.*ssd_io threads"):
-        make_agent(FakeNixl(refused=("use_uring", "use_aio")).library)
+        make_agent(FakeNixl(refused=("use_uring", "use_aio")).loaded)
 
 
 REFUSED = """

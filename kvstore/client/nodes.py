@@ -164,11 +164,12 @@ class Nodes:
         return [match for match in found if not self._is_host(match.node)]
 
     def spread(self, matches: Sequence[NodeMatch]) -> NodeMatch:
-        """One of the best: data paths that work before others, then the longest run, then chance."""
+        """One of the best: data paths that work first, then nodes that beat, then the longest run, then chance."""
         now = time.monotonic()
 
-        def rank(match: NodeMatch) -> tuple[bool, int]:
-            return self._sick.get(match.node.node_id, (0.0, 0.0))[0] <= now, match.run
+        def rank(match: NodeMatch) -> tuple[bool, bool, int]:
+            works = self._sick.get(match.node.node_id, (0.0, 0.0))[0] <= now
+            return works, not match.suspect, match.run
 
         best = max(map(rank, matches))
         return random.choice([match for match in matches if rank(match) == best])

@@ -198,7 +198,7 @@ class Reading:
             self._read_peer(info, ticket.id, HANDOFF_WAIT_MS)
 
     def from_others(self) -> None:
-        """Nodes that the index names, the longest run first, equal ones in turns; another one where the first fails.
+        """Nodes that the index names, the longest run first, of equal ones any; another one where the first fails.
 
         One that does not answer in time must leave time for the next: while there are others, each gets half of what is
         left. Nodes whose data did not come lately are asked last.

@@ -154,7 +154,7 @@ def test_a16_without_its_guard_late_bytes_arrive(
 
 
 def test_a16_a_one_sided_read_that_is_given_up_writes_nothing_later(over: Callable[[str], ReadPath]) -> None:
-    """UCX takes all bytes within the call that posts the read, so nothing is under way when it can be given up. Should it
+    """UCX takes all bytes in the call that posts the read, so nothing is under way when it can be given up. Should it
     ever take them later, the first assertion fails, and the quarantine has to be shown here as it is over TCP.
     """
     way = over("nixl one-sided")

@@ -29,6 +29,8 @@ check: $(STAMP) ## Format check, lint, types, import rules, proto drift
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	MYPYPATH=bench $(BIN)/mypy $(filter-out bench/peers.py,$(wildcard bench/*.py))
+	MYPYPATH=bench $(BIN)/mypy bench/peers.py
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 

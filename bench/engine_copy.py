@@ -80,7 +80,7 @@ def run(client: Client, heads: int, chunks: int) -> None:
     # (blocks, heads, tokens, K || V): 16 tokens of 2 x 128 elements are a head page of 8 KiB.
     tensors = [torch.zeros((chunks * PAGES, heads, 16, 256), dtype=torch.bfloat16) for _ in range(LAYERS)]
     copier = DeviceCopier("cpu")
-    paths = {
+    paths: dict[str, PagedKv | DevicePagedKv] = {
         "numpy": PagedKv(tensors, PAGES, blocks),
         "torch": DevicePagedKv(tensors, PAGES, blocks, copier=copier),
     }

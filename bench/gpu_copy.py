@@ -149,7 +149,7 @@ def pool(client: Client, device: torch.device, chunks: int, rounds: int, conditi
     host = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     flat = torch.empty(total, dtype=torch.uint8, device=device)
     other = torch.empty_like(flat)
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "store": functools.partial(work.store, False),
         "store checked": functools.partial(work.store, True),
         "load": work.load,

@@ -31,6 +31,7 @@ from servers import Node
 import kvstore
 from kvstore.client import Cache, Client
 from kvstore.client.buffers import ChunkArray
+from kvstore.client.transports import Way
 from kvstore.model.prefix import Keys
 
 LAYERS = 32
@@ -220,7 +221,7 @@ def main() -> None:
         layer_bytes = count * LAYOUT.chunk_bytes // LAYERS
         relay = Relay(writer.node.data_address, layer_bytes / (layer_ms / 1000))
         far = replace(writer.node, data_address=relay.address)
-        with Client(None, far, None, transport="tcp") as client:
+        with Client(None, far, None, way=Way("tcp")) as client:
             reader = Reader(client, source, layer_ms)
             whole = prompts[len(tokens)]
             reader.tail_s(whole, "serialized", 0.0)  # connects

@@ -26,6 +26,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from measure import percentile, ratio, report
 from peers.environments import LMCACHE, MOONCAKE, PEERS, REDIS, Peer
@@ -121,7 +122,7 @@ def tell(row: Row, rounds: Rounds, versions: dict[str, str], linked: bool) -> No
     """One line a verb."""
     for verb, seconds in rounds.seconds.items():
         ours, peer = seconds["ours"], seconds["peer"]
-        common = {
+        common: dict[str, Any] = {
             "bench": "peers",
             "op": verb,
             "against": f"peer:{row.peer.label}",

@@ -133,14 +133,14 @@ class Reading:
             layers, _, heads, _ = part.stored_slices
             rows.setdefault(part.common.layer_start, []).append(piece[layers, :, heads])
         whole = torch.cat([torch.cat(heads, dim=2) for _, heads in sorted(rows.items())])
-        return whole.unflatten(-1, (self.layout.page_tokens, 2 * DIM))
+        return whole.reshape(*whole.shape[:-1], self.layout.page_tokens, 2 * DIM)
 
     def index(self) -> None:
         """The usual way: one tensor of the chunk, then a list of blocks for each layer."""
         hnd = self.case.order is Order.HND
         for chunk in range(self.chunks):
             kv = self._wanted(chunk).transpose(2, 3).flatten(1, 2)  # (layers, tokens of the chunk, heads, K||V)
-            kv = kv.unflatten(1, (-1, self.case.block_tokens))
+            kv = kv.reshape(len(kv), -1, self.case.block_tokens, *kv.shape[2:])
             for layer, blocks in zip(self.naive, kv, strict=True):
                 layer[self.blocks[chunk]] = blocks.transpose(1, 2) if hnd else blocks
 

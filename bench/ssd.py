@@ -72,7 +72,7 @@ def raw_transfer(call: Callable[[int, list[memoryview], int], int], fd: int) -> 
 
     def transfer(job: list[Run]) -> None:
         for run in job:
-            if call(fd, list(run.pieces), run.offset) != len(run.pieces[0]):
+            if call(fd, [memoryview(piece) for piece in run.pieces], run.offset) != len(run.pieces[0]):
                 raise SystemExit("a raw transfer was cut short; the comparison would not be fair")
 
     return transfer

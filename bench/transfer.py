@@ -65,7 +65,9 @@ def main() -> None:
 
 def start_and_measure(children: Children, options: argparse.Namespace) -> None:
     """The node holds the chunks before the client starts."""
-    address, inside, client_inside = "127.0.0.1", (), ()
+    address = "127.0.0.1"
+    inside: tuple[str, ...] = ()
+    client_inside: tuple[str, ...] = ()
     if options.namespaces:
         from peers.hosts import missing, two_hosts
 

@@ -23,7 +23,8 @@ import numpy as np
 from kvstore.client import Cache, Client
 from kvstore.client.buffers import ChunkArray
 from kvstore.client.host import HostNode, SocketHost
-from kvstore.client.remote import Delivery, RemoteRead, read_remote
+from kvstore.client.pipeline import Delivery
+from kvstore.client.remote import RemoteRead, read_remote
 from kvstore.client.transports import Way
 from kvstore.draining import Drain
 from kvstore.errors import (

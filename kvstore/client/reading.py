@@ -14,7 +14,8 @@ from dataclasses import replace
 from kvstore.client.host import HostNode
 from kvstore.client.local import LocalRead, read_local
 from kvstore.client.nodes import Nodes
-from kvstore.client.remote import Delivery, RemoteRead, read_remote
+from kvstore.client.pipeline import Delivery
+from kvstore.client.remote import RemoteRead, read_remote
 from kvstore.client.values import Bytes, Destination, ReadResult, is_asynchronous, synchronize
 from kvstore.errors import DeadlineExceeded, KvStoreError
 from kvstore.model.layout import Rectangle

@@ -112,7 +112,8 @@ class _Substitute:
         self._connection = connection
         self._end_s = time.monotonic() + SUBSTITUTE_S
         self.name = connection.name
-        self.read, self.cancel, self.close = connection.read, connection.cancel, connection.close
+        self.read, self.start = connection.read, connection.start
+        self.cancel, self.close = connection.cancel, connection.close
 
     @property
     def is_open(self) -> bool:

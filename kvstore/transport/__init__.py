@@ -59,8 +59,25 @@ class ReadResult:
     ended: Callable[[], bool] | None = None
 
 
+class Exchange(Protocol):
+    """A read under way, in two steps. Both end by the deadline that it was started with."""
+
+    def payload(self) -> ReadResult:
+        """Wait until all bytes lie in staging; no generations yet.
+
+        Of several exchanges in the order in which they were started, by the thread that started them. Whatever the
+        answer, no byte of this one can come any more, unless it has `ended`.
+        """
+
+    def fence(self) -> ReadResult:
+        """The generation words, asked for now. Once, when the payload is DONE, also while later payloads move.
+
+        From any thread, for one exchange at a time, in their order.
+        """
+
+
 class Connection(Protocol):
-    """A path to one node incarnation (address and epoch). Not shared between threads, but for `cancel`."""
+    """A path to one node incarnation (address and epoch). It belongs to one thread, but for `cancel` and fences."""
 
     @property
     def name(self) -> str:
@@ -77,14 +94,25 @@ class Connection(Protocol):
     def read(
         self, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8], deadline_s: float
     ) -> ReadResult:
-        """Read all descriptors, then the generation words. `deadline_s` is a duration from now.
+        """`start`, `payload` and `fence` in one, with nothing else under way.
 
         When this returns no byte of the read can reach `staging` any more, unless the result has `ended`. After any
-        status but DONE the connection is closed and must be made anew.
+        status but DONE the connection is of no use and must be made anew.
+        """
+
+    def start(
+        self, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8], deadline_s: float
+    ) -> Exchange | None:
+        """Ask for the descriptors' bytes and return; `deadline_s` is a duration from now, for all steps of it.
+
+        `staging` is one-dimensional and contiguous; descriptors must not overlap in it. Earlier exchanges may be under
+        way; None means that this one cannot be until they have ended. Raises InvalidRequest, before anything was sent,
+        for places that do not exist in `staging` and for numbers that do not fit the format; every other failure is in
+        the results. Each exchange that was started must be taken to its end, or the connection be closed.
         """
 
     def cancel(self) -> None:
-        """End the read that is going on, from another thread: it returns CANCELLED, unless it was done.
+        """End what is going on, from another thread: it returns CANCELLED, unless it was done.
 
         The connection is of no use afterwards: a later read returns CANCELLED too. Idempotent.
         """

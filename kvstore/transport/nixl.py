@@ -19,15 +19,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CapacityExhausted, DeadlineExceeded, ForkedProcess, KvStoreError, StaleReference, Unreachable
 from kvstore.model.values import NodeInfo
-from kvstore.transport import ReadDescriptor, ReadResult, ReadStatus
-from kvstore.transport import data_plane as exchange
+from kvstore.transport import ReadDescriptor, ReadResult, ReadStatus, data_plane
 from kvstore.transport.data_plane import Ask, DataPlane
 from kvstore.transport.nixl_agent import Agent, Transfer, path_name
 from kvstore.transport.read_table import ReadTable
@@ -59,7 +58,7 @@ class NixlTransport:
         backend: str = "UCX",
         devices: Sequence[str] = (),
         credential: bytes = b"",
-        ask: Ask = exchange.ask,
+        ask: Ask = data_plane.ask,
     ) -> None:
         self._staging = staging
         self._backend = backend
@@ -250,6 +249,10 @@ class NixlConnection:
         self._tcp = tcp
         self._hooks = hooks
         self._cancelled = self._closed = False
+        self._under_way: list[_NixlExchange] = []
+        """Posted, and not taken yet."""
+        self._asking = threading.Lock()
+        """Held by who asks for words, and to close what he asks over."""
         self._pid = os.getpid()
 
     @property
@@ -260,75 +263,72 @@ class NixlConnection:
     def read(
         self, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8], deadline_s: float
     ) -> ReadResult:
-        """See Connection. Descriptors must not overlap in staging. Raises InvalidRequest like every transport."""
+        """See Connection."""
+        exchange = self.start(descriptors, staging, deadline_s)
+        result = exchange.payload()
+        return exchange.fence() if result.status is ReadStatus.DONE else result
+
+    def start(
+        self, descriptors: Sequence[ReadDescriptor], staging: npt.NDArray[np.uint8], deadline_s: float
+    ) -> _NixlExchange:
+        """See Connection; never None."""
         self._check_process()
         end_s = time.monotonic() + deadline_s
-        table = ReadTable.of(descriptors, staging)
+        exchange = _NixlExchange(self, ReadTable.of(descriptors, staging), end_s)
         if self._cancelled:
-            return ReadResult(ReadStatus.CANCELLED)
+            exchange.failure = ReadStatus.CANCELLED, "cancelled"
+            return exchange
+        if not len(exchange.table.lengths):
+            return exchange
         meeting = self._path.enter() if not self._closed else None
         if meeting is None:
-            return ReadResult(ReadStatus.UNREACHABLE, detail=self._path.failed or "the connection is closed")
-        status, detail = ReadStatus.UNREACHABLE, "the read was interrupted"
-        generations: tuple[int, ...] = ()
+            exchange.failure = ReadStatus.UNREACHABLE, self._path.failed or "the connection is closed"
+            return exchange
+        self._under_way.append(exchange)
+        exchange.begun = True
+        exchange.failure = ReadStatus.UNREACHABLE, "the read was interrupted"
         try:
-            status, detail, generations = self._read(meeting, table, staging, end_s)
+            exchange.failure = exchange.post(meeting, staging)
         except (CapacityExhausted, Unreachable) as exc:  # of a registration
-            detail = str(exc)
+            exchange.failure = ReadStatus.UNREACHABLE, str(exc)
         finally:
-            if status is not ReadStatus.DONE:
-                self._path.fail(detail)
-            self._path.exit()
-        if status is ReadStatus.DONE:
-            return ReadResult(status, generations, table.payload_bytes)
-        self.close()
-        ended = self._path.ended
-        return ReadResult(status, detail=detail, ended=None if ended.wait(END_WAIT_S) else ended.is_set)
+            if exchange.failure is not None:
+                self._path.fail(exchange.failure[1])
+        return exchange
 
-    def _read(
-        self, meeting: _Meeting, table: ReadTable, staging: npt.NDArray[np.uint8], end_s: float
-    ) -> tuple[ReadStatus, str, tuple[int, ...]]:
-        agent, plane = meeting.agent, meeting.plane
-        if not len(table.lengths):
-            return ReadStatus.DONE, "", ()
-        if table.outside(plane.arena_bytes):
-            return ReadStatus.REFUSED, f"a range or slot does not lie in the arena of {plane.arena_bytes} bytes", ()
-        registration = None if meeting.holds(staging) else agent.register(staging.ctypes.data, staging.nbytes)
-        local = _columns(table.places + staging.ctypes.data, table.lengths)
-        remote = _columns(table.offsets + plane.arena_address, table.lengths)
-        status, detail = self._move(meeting, local, remote, table.payload_bytes, end_s, self._hooks.before_payload)
-        if status is not ReadStatus.DONE:
-            return status, detail, ()
-        if registration is not None:
-            agent.deregister(registration)
+    def take(self, exchange: _NixlExchange) -> ReadResult:
+        """Wait for an exchange's payload. If it fails, so do all others under way."""
+        status, detail = exchange.failure or (ReadStatus.UNREACHABLE, self._path.failed)
+        if exchange in self._under_way:
+            try:
+                status, detail = exchange.failure or self._arrival(exchange)
+            finally:
+                if status is ReadStatus.DONE:
+                    self._ended(exchange)
+                else:
+                    self._give_up(detail or "the read was interrupted")
+        if status is ReadStatus.DONE:
+            return ReadResult(status, (), exchange.table.payload_bytes)
+        ended = self._path.ended
+        settled = not exchange.begun or ended.wait(END_WAIT_S)
+        return ReadResult(status, detail=detail, ended=None if settled else ended.is_set)
+
+    def words(self, exchange: _NixlExchange) -> ReadResult:
+        """Ask for an exchange's words; a thread that takes payloads sees a failure at its next look."""
         if self._hooks.before_fence is not None:
             self._hooks.before_fence()
-        result = self._tcp.fence(table, end_s)
-        return result.status, result.detail, result.generations
+        with self._asking:
+            result = self._tcp.fence(exchange.table, exchange.end_s)
+        if result.status is not ReadStatus.DONE:
+            self._path.fail(result.detail)
+        return result
 
-    def _move(
-        self,
-        meeting: _Meeting,
-        local: npt.NDArray[np.uint64],
-        remote: npt.NDArray[np.uint64],
-        payload_bytes: int,
-        end_s: float,
-        begun: Callable[[], None] | None,
-    ) -> tuple[ReadStatus, str]:
-        if time.monotonic() >= end_s:
-            return ReadStatus.DEADLINE, "no time was left"
-        try:
-            transfer = meeting.agent.read(meeting.peer, local, remote, "DRAM")
-        except Unreachable as exc:
-            return ReadStatus.UNREACHABLE, str(exc)
-        if begun is not None:
-            begun()
-        status, detail = self._await(transfer, payload_bytes, end_s)
-        transfer.end()
-        return status, detail
-
-    def _await(self, transfer: Transfer, payload_bytes: int, end_s: float) -> tuple[ReadStatus, str]:
-        eager_until_s = time.monotonic() + EAGER_S + payload_bytes / EAGER_BYTES_PER_S
+    def _arrival(self, exchange: _NixlExchange) -> tuple[ReadStatus, str]:
+        transfer = exchange.transfer
+        assert transfer is not None, "it has no failure, so it was posted"
+        if self._hooks.before_payload is not None:
+            self._hooks.before_payload()
+        eager_until_s = time.monotonic() + EAGER_S + exchange.table.payload_bytes / EAGER_BYTES_PER_S
         while True:
             for _ in range(POLLS):
                 status = transfer.poll()
@@ -339,12 +339,25 @@ class NixlConnection:
                 return ReadStatus.CANCELLED, "cancelled"
             if self._path.failed:
                 return ReadStatus.UNREACHABLE, self._path.failed
-            if now >= end_s:
+            if now >= exchange.end_s:
                 return ReadStatus.DEADLINE, "the peer did not deliver in time"
             if now >= eager_until_s:
-                if not self._tcp.is_open:
+                if self._tcp.has_ended:
                     return ReadStatus.UNREACHABLE, "the node has gone"
                 time.sleep(PAUSE_S)
+
+    def _give_up(self, detail: str) -> None:
+        """Nothing of this connection's is waited for any more: the path ends when nobody else uses it."""
+        self._path.fail(detail)
+        for started in list(self._under_way):
+            self._ended(started)
+        self._tcp.cancel()
+        self.close()
+
+    def _ended(self, exchange: _NixlExchange) -> None:
+        self._under_way.remove(exchange)
+        exchange.finish()
+        self._path.exit()
 
     def cancel(self) -> None:
         """End the read that is going on, from another thread: it returns CANCELLED, unless it was done. Idempotent."""
@@ -354,14 +367,64 @@ class NixlConnection:
 
     def close(self) -> None:
         """End the path. Idempotent. Not while another thread reads: `cancel` ends its read, which closes."""
-        if not self._closed and os.getpid() == self._pid:
-            self._closed = True
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        if self._under_way:
+            self._give_up("the connection was closed")
+        with self._asking:
             self._tcp.close()
-            self._path.leave()
+        self._path.leave()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcess("a connection belongs to the process that made it; connect again, or use spawn")
+
+
+class _NixlExchange:
+    """See Exchange. `failure`: it could not be posted. `begun`: something may have been."""
+
+    def __init__(self, connection: NixlConnection, table: ReadTable, end_s: float) -> None:
+        self.table = table
+        self.end_s = end_s
+        self.failure: tuple[ReadStatus, str] | None = None
+        self.begun = False
+        self.transfer: Transfer | None = None
+        self._connection = connection
+        self._agent: Agent | None = None
+        self._registration: Any = None
+
+    def payload(self) -> ReadResult:
+        """See Exchange."""
+        if self.failure is None and not len(self.table.lengths):
+            return ReadResult(ReadStatus.DONE)
+        return self._connection.take(self)
+
+    def fence(self) -> ReadResult:
+        """See Exchange."""
+        return self._connection.words(self) if len(self.table.lengths) else ReadResult(ReadStatus.DONE)
+
+    def post(self, meeting: _Meeting, staging: npt.NDArray[np.uint8]) -> tuple[ReadStatus, str] | None:
+        """Begin the transfer; None, or why that cannot be. Raises CapacityExhausted, Unreachable."""
+        table, plane = self.table, meeting.plane
+        if table.outside(plane.arena_bytes):
+            return ReadStatus.REFUSED, f"a range or slot does not lie in the arena of {plane.arena_bytes} bytes"
+        if time.monotonic() >= self.end_s:
+            return ReadStatus.DEADLINE, "no time was left"
+        if not meeting.holds(staging):
+            self._agent = meeting.agent
+            self._registration = meeting.agent.register(staging.ctypes.data, staging.nbytes)
+        local = _columns(table.places + staging.ctypes.data, table.lengths)
+        remote = _columns(table.offsets + plane.arena_address, table.lengths)
+        self.transfer = meeting.agent.read(meeting.peer, local, remote, "DRAM")
+        return None
+
+    def finish(self) -> None:
+        """Give back what the library keeps for it: it is over, or the agent ends next."""
+        if self.transfer is not None:
+            self.transfer.end()
+            if self._agent is not None and self.transfer.status is ReadStatus.DONE:
+                self._agent.deregister(self._registration)
 
 
 def _columns(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

@@ -1,6 +1,6 @@
 """The owner's side of the `tcp` transport: sends ranges of its arena, and generation words, to readers.
 
-The wire format is described in `tcp.py`. `TcpServer` owns a listening socket, a thread that accepts, and one
+The wire format is described in `tcp_wire.py`. `TcpServer` owns a listening socket, a thread that accepts, and one
 thread a connection, up to a fixed number of them. No event loop is involved: sendfile and socket calls block in
 the kernel without the interpreter's lock. They have no timeouts of their own; every phase of a connection has
 an end by which it must be over, and the accepting thread shuts down what is late, which wakes the blocked call.
@@ -30,9 +30,9 @@ from kvstore.errors import ConfigurationError, InvalidRequest
 from kvstore.tally import Tally
 from kvstore.transport import SLOT_UNIT_BYTES
 from kvstore.transport.read_table import SLOT_DTYPE
-from kvstore.transport.tcp import (
+from kvstore.transport.tcp_stream import BUFFERS_LIMIT, RESET_ON_CLOSE, drop_first
+from kvstore.transport.tcp_wire import (
     ANSWER,
-    BUFFERS_LIMIT,
     COUNT_LIMIT,
     CREDENTIAL_LIMIT_BYTES,
     DETAIL_LIMIT_BYTES,
@@ -42,16 +42,14 @@ from kvstore.transport.tcp import (
     PAYLOAD_LIMIT_BYTES,
     RANGE_DTYPE,
     REQUEST,
-    RESET_ON_CLOSE,
     VERSION,
     WORD_DTYPE,
     AnswerStatus,
     Refusal,
     RequestKind,
-    drop_first,
 )
 
-CONNECTION_LIMIT: Final = 128
+CONNECTION_LIMIT: Final = 256
 """Connections, and threads, at a time; one more takes the place of the one idle longest, or is refused as busy."""
 
 SAME_HOST_SEND_BUFFER_BYTES: Final = 1 << 18

@@ -85,7 +85,7 @@ class Process:
     def stop(self) -> None:
         """SIGSTOP; returns when it stands still."""
         self._process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -52,7 +52,7 @@ class StoppedWriter:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def go_on(self) -> list[str]:
         """Continue: write the rest, commit. The outcomes."""

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client import buffers, remote
+from kvstore.client import buffers, pipeline
 from kvstore.client.peers import Peer
-from kvstore.client.remote import Delivery, RemoteRead, read_remote
+from kvstore.client.pipeline import Delivery
+from kvstore.client.remote import RemoteRead, read_remote
 from kvstore.client.values import Bytes
 from kvstore.model.layout import Rectangle
 from kvstore.model.prefix import Keys
@@ -300,12 +301,10 @@ def test_a_million_raced_reads_by_tcp(node: RacingNode) -> None:
 def test_the_race_gives_wrong_bytes_without_the_generation_words(
     node: RacingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deliver = remote._Run._deliver
+    def believed(batch: Any, result: Any) -> list[int]:
+        return [piece.place.generation for piece in batch.pieces]
 
-    def deliver_all(run: Any, pieces: list[Any], block: Any, generations: Any, completes: Any) -> None:
-        deliver(run, pieces, block, tuple(piece.place.generation for piece in pieces), completes)
-
-    monkeypatch.setattr(remote._Run, "_deliver", deliver_all)
+    monkeypatch.setattr(pipeline._Batch, "words", believed)
     tally, generator, prompts, end = Tally(), random.Random(14), TCP.keys, time.monotonic() + 60
     with far_reader(node) as far:
         while not tally.wrong and time.monotonic() < end:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client import buffers, remote
+from kvstore.client import buffers, pipeline
 from kvstore.client.peers import Peer
-from kvstore.client.remote import Delivery, RemoteRead, read_remote
+from kvstore.client.pipeline import Delivery
+from kvstore.client.remote import RemoteRead, read_remote
 from kvstore.client.values import Bytes, Destination
 from kvstore.model import checksum
 from kvstore.model.layout import Dtype, PageLayout
@@ -322,7 +323,7 @@ def test_a_chunk_larger_than_staging_is_a_miss(far: Far) -> None:
 @pytest.mark.parametrize("fails_at", range(CHUNKS))
 def test_a_destination_that_fails_keeps_no_staging(far: Far, fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch is one chunk; the next one is being received while the failing one is delivered."""
-    monkeypatch.setattr(remote, "BATCH_BYTES", LAYOUT.chunk_bytes + 32)
+    monkeypatch.setattr(pipeline, "BATCH_BYTES", LAYOUT.chunk_bytes)
 
     class Failing:
         def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
@@ -338,7 +339,7 @@ def test_a_destination_that_fails_keeps_no_staging(far: Far, fails_at: int, monk
 @pytest.mark.parametrize("fenced", range(CHUNKS))
 def test_a_fence_that_fails_keeps_no_staging(far: Far, fenced: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mirror of a failing destination: the batch behind the failed one is in staging too."""
-    monkeypatch.setattr(remote, "BATCH_BYTES", LAYOUT.chunk_bytes + 32)
+    monkeypatch.setattr(pipeline, "BATCH_BYTES", LAYOUT.chunk_bytes)
     acquire = far.peer.api.acquire
 
     def acquire_and_remove(*arguments: Any) -> AcquireAnswer:
@@ -378,7 +379,7 @@ def test_late_bytes_of_a_stopped_node_touch_nothing_that_is_in_use(tmp_path: Pat
 
     def stop() -> None:
         node.process.send_signal(signal.SIGSTOP)
-        os.waitpid(node.process.pid, os.WUNTRACED)
+        os.waitid(os.P_PID, node.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     transport.hold_for_tests(stop)
     started = time.monotonic()

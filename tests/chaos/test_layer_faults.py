@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client, LayersReady, connect
-from kvstore.client import remote as remote_module
+from kvstore.client import pipeline as pipeline_module
 from kvstore.metadata import NodeMatch
 from kvstore.metadata.embedded import EmbeddedIndex
 from kvstore.model.layout import Rectangle
@@ -130,7 +130,7 @@ def test_a_byte_that_changed_stops_the_telling_at_its_layer(nodes: list[NodeThre
 
 def test_without_checksums_the_byte_would_be_told(nodes: list[NodeThread], monkeypatch: pytest.MonkeyPatch) -> None:
     flip(nodes[0], 3, 5)
-    monkeypatch.setattr(remote_module, "_verified", lambda *_: True)
+    monkeypatch.setattr(pipeline_module, "_verified", lambda *_: True)
     follower = Follower(nodes[0].info)
     with pytest.raises(AssertionError, match="layer_start=5"):
         follower.read()

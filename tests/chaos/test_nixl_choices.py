@@ -162,7 +162,7 @@ def test_d10_a_client_that_fell_back_to_tcp_tries_nixl_again(monkeypatch: pytest
 
         def read(self, *_: object) -> None: ...
 
-        cancel = close = read
+        start = cancel = close = read
 
     monkeypatch.setattr(transports_module, "rdma_devices", lambda: ("any",))
     monkeypatch.setattr(NixlTransport, "connect", starts_again)

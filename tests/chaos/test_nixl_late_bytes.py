@@ -245,17 +245,17 @@ def test_a16_staging_stays_locked_up_while_another_read_keeps_the_agent(client: 
     assert read_of(cache, 10.0) == (8, None)
     nixl = client._transports._nixl
     assert isinstance(nixl, NixlTransport)
-    at_the_fence, go_on = threading.Event(), threading.Event()
+    moving, go_on = threading.Event(), threading.Event()
 
-    def wait_at_the_fence() -> None:
-        at_the_fence.set()
+    def wait_within() -> None:
+        moving.set()
         assert go_on.wait(20)
 
-    nixl.hold_for_tests(before_fence=wait_at_the_fence)
+    nixl.hold_for_tests(before_payload=wait_within)
     first = threading.Thread(target=lambda: read_of(cache, 10.0))
     first.start()
-    assert at_the_fence.wait(20)
-    nixl.hold_for_tests(before_payload=lambda: node.stop())
+    assert moving.wait(20)
+    nixl.hold_for_tests(before_payload=node.stop)
     assert read_of(cache, 1.0) == (0, MissReason.DEADLINE)
     usage = client.staging.usage()
     assert usage.quarantined_bytes > 0

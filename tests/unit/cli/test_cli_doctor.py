@@ -285,7 +285,7 @@ def test_transports_that_do_not(subject: Subject, monkeypatch: pytest.MonkeyPatc
         patch.setattr(socket, "send_fds", raising(errno.EPERM))
         assert one(probes_software.shm_transport, subject).state is FAIL
     monkeypatch.setattr(socket, "create_connection", raising(errno.ECONNREFUSED))
-    monkeypatch.setattr("kvstore.transport.tcp._dial", raising(errno.ECONNREFUSED))
+    monkeypatch.setattr("kvstore.transport.tcp.dial", raising(errno.ECONNREFUSED))
     assert one(probes_software.tcp_transport, subject).state is FAIL
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Client, connect
-from kvstore.client import remote as remote_module
 from kvstore.client.peers import Peer
 from kvstore.errors import CapacityExhausted, KvStoreError, Unauthorized
 from kvstore.metadata import NodeMatch
@@ -118,7 +117,7 @@ def test_errors_of_the_other_side_are_reasons(
         if place == "take":
             monkeypatch.setattr(Peer, "take", fail)
         else:
-            monkeypatch.setattr(remote_module.Peer, "register", fail)
+            monkeypatch.setattr(Peer, "register", fail)
         result = client.bind(namespace()).read(keys, poisoned(writer, 1))
         assert (result.chunks, result.reason) == (0, MissReason.UNREACHABLE)
         client.staging.check()

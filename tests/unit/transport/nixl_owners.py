@@ -89,7 +89,7 @@ class NixlProcessOwner(ProcessOwner):
 
     def pause(self) -> None:
         os.killpg(self.process.pid, signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         os.killpg(self.process.pid, signal.SIGCONT)

@@ -111,7 +111,7 @@ class ProcessOwner(OwnerMemory):
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

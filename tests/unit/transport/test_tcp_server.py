@@ -16,8 +16,9 @@ import pytest
 
 from kvstore.errors import ConfigurationError, InvalidRequest, Unauthorized, Unreachable
 from kvstore.transport import ReadStatus
-from kvstore.transport.tcp import COUNT_LIMIT, PAYLOAD_LIMIT_BYTES, AnswerStatus, TcpTransport
+from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import TcpServer, TcpServerLimits, _Peer
+from kvstore.transport.tcp_wire import COUNT_LIMIT, PAYLOAD_LIMIT_BYTES, AnswerStatus
 from tests.contract.transport_suite import ARENA_BYTES, EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
@@ -283,13 +284,13 @@ def test_at_the_limit_the_one_idle_longest_makes_room(start: Callable[..., Local
 
 
 def test_idle_hosts_do_not_starve_another(start: Callable[..., LocalOwner], dial: Dial) -> None:
-    """Sixteen clients with eight idle connections each, at the default limit; then eight more of a seventeenth."""
+    """Thirty-two clients with eight idle connections each, at the default limit; then eight of one more."""
     owner = start()
-    kept = [greet(dial(owner)) for _ in range(128)]
-    until(lambda: owner.server.connection_count == 128)
+    kept = [greet(dial(owner)) for _ in range(256)]
+    until(lambda: owner.server.connection_count == 256)
     for _ in range(8):
         serve_one(owner, greet(dial(owner)))
-    assert owner.server.connection_count == 128
+    assert owner.server.connection_count == 256
     closed = [raw for raw in kept if is_closed(raw)]
     assert len(closed) == 8
 

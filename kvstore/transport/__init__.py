@@ -60,7 +60,7 @@ class ReadResult:
 
 
 class Exchange(Protocol):
-    """A read under way, in two steps. Both end by the deadline that it was started with."""
+    """A read under way, in two steps. Both end by the deadline that it was started with. It keeps its staging alive."""
 
     def payload(self) -> ReadResult:
         """Wait until all bytes lie in staging; no generations yet.

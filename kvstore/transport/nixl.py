@@ -185,6 +185,8 @@ class _Path:
         self.meeting: _Meeting | None = None
         self.failed = ""
         self.ended = threading.Event()
+        self.remains: list[npt.NDArray[np.uint8]] = []
+        """What bytes of reads that were given up may still come to."""
 
     def open(self, meet: Callable[[], _Meeting], end_s: float) -> None:
         """Meet the peer unless that is done; counts one connection. Raises what `meet` does, DeadlineExceeded."""
@@ -274,7 +276,7 @@ class NixlConnection:
         """See Connection; never None."""
         self._check_process()
         end_s = time.monotonic() + deadline_s
-        exchange = _NixlExchange(self, ReadTable.of(descriptors, staging), end_s)
+        exchange = _NixlExchange(self, ReadTable.of(descriptors, staging), staging, end_s)
         if self._cancelled:
             exchange.failure = ReadStatus.CANCELLED, "cancelled"
             return exchange
@@ -288,7 +290,7 @@ class NixlConnection:
         exchange.begun = True
         exchange.failure = ReadStatus.UNREACHABLE, "the read was interrupted"
         try:
-            exchange.failure = exchange.post(meeting, staging)
+            exchange.failure = exchange.post(meeting)
         except (CapacityExhausted, Unreachable) as exc:  # of a registration
             exchange.failure = ReadStatus.UNREACHABLE, str(exc)
         finally:
@@ -349,6 +351,7 @@ class NixlConnection:
     def _give_up(self, detail: str) -> None:
         """Nothing of this connection's is waited for any more: the path ends when nobody else uses it."""
         self._path.fail(detail)
+        self._path.remains.extend(started.staging for started in self._under_way)
         for started in list(self._under_way):
             self._ended(started)
         self._tcp.cancel()
@@ -384,8 +387,11 @@ class NixlConnection:
 class _NixlExchange:
     """See Exchange. `failure`: it could not be posted. `begun`: something may have been."""
 
-    def __init__(self, connection: NixlConnection, table: ReadTable, end_s: float) -> None:
+    def __init__(
+        self, connection: NixlConnection, table: ReadTable, staging: npt.NDArray[np.uint8], end_s: float
+    ) -> None:
         self.table = table
+        self.staging = staging
         self.end_s = end_s
         self.failure: tuple[ReadStatus, str] | None = None
         self.begun = False
@@ -404,9 +410,9 @@ class _NixlExchange:
         """See Exchange."""
         return self._connection.words(self) if len(self.table.lengths) else ReadResult(ReadStatus.DONE)
 
-    def post(self, meeting: _Meeting, staging: npt.NDArray[np.uint8]) -> tuple[ReadStatus, str] | None:
+    def post(self, meeting: _Meeting) -> tuple[ReadStatus, str] | None:
         """Begin the transfer; None, or why that cannot be. Raises CapacityExhausted, Unreachable."""
-        table, plane = self.table, meeting.plane
+        table, plane, staging = self.table, meeting.plane, self.staging
         if table.outside(plane.arena_bytes):
             return ReadStatus.REFUSED, f"a range or slot does not lie in the arena of {plane.arena_bytes} bytes"
         if time.monotonic() >= self.end_s:
@@ -420,11 +426,13 @@ class _NixlExchange:
         return None
 
     def finish(self) -> None:
-        """Give back what the library keeps for it: it is over, or the agent ends next."""
-        if self.transfer is not None:
-            self.transfer.end()
-            if self._agent is not None and self.transfer.status is ReadStatus.DONE:
-                self._agent.deregister(self._registration)
+        """Give back what the library keeps for it: it is over, or the agent ends next, which nothing here may keep."""
+        transfer, agent, self.transfer, self._agent = self.transfer, self._agent, None, None
+        if transfer is not None:
+            transfer.end()
+            if agent is not None and transfer.status is ReadStatus.DONE:
+                agent.deregister(self._registration)
+        self._registration = None
 
 
 def _columns(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

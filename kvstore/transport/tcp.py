@@ -49,6 +49,9 @@ from kvstore.transport.tcp_wire import (
 AHEAD_REQUEST_BYTES: Final = 32 << 10
 """A longer request is not sent while a payload arrives: each side could wait for the other to take its bytes."""
 
+SIDE_S: Final = 0.5
+"""Longest wait for a side stream: `cancel` does not end it, and without one it only goes slower."""
+
 
 class TcpTransport:
     """Connects to owners. `credential` (at most 4096 bytes) is shown to each of them."""
@@ -156,7 +159,8 @@ class TcpConnection:
         with self._turn:
             if self._arriving and len(request) > AHEAD_REQUEST_BYTES:
                 return None
-            if self._newest is not None and not self._newest.fenced and not self._side_is_made(deadline):
+            alone = self._newest is None or self._newest.fenced or self._failed or self._cancelled
+            if not alone and not self._side_is_made(deadline):
                 return None
             self._newest, self._arriving = exchange, self._arriving + 1
             exchange.failure = self._guarded(lambda: self._stream.send(request, deadline), self._stream)
@@ -232,7 +236,7 @@ class TcpConnection:
     def _side_is_made(self, deadline: float) -> bool:
         if self._side is None:
             try:
-                self._side = self._open_side(deadline)
+                self._side = self._open_side(min(deadline, time.monotonic() + SIDE_S))
             except KvStoreError:  # the owner may have no connection to spare: one exchange at a time, then
                 return False
         return True

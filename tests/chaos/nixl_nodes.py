@@ -69,7 +69,7 @@ class NixlNode:
         self.process.stop()
         for pid in nixl_processes(self.process.pid):
             os.kill(pid, signal.SIGSTOP)
-            until(lambda pid=pid: state_of(pid) in ("T", ""))  # type: ignore[misc]
+            until(lambda pid=pid: state_of(pid) in ("T", "Z", ""))  # type: ignore[misc]
 
     def go_on(self) -> None:
         for pid in nixl_processes(self.process.pid):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +20,7 @@ import pytest
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, StaleReference, Unreachable
 from kvstore.model.values import NodeInfo
-from kvstore.transport import SLOT_UNIT_BYTES, Connection, ReadDescriptor, ReadStatus, Transport
+from kvstore.transport import SLOT_UNIT_BYTES, Connection, Exchange, ReadDescriptor, ReadStatus, Transport
 
 EPOCH = 11
 ARENA_BYTES = 16 << 20
@@ -226,6 +228,106 @@ class TransportSuite:
         slots = [9, 3, 9, 0, 3]
         result = connection.read([ReadDescriptor(s, 0, 8, 8 * i) for i, s in enumerate(slots)], poisoned(64), 5.0)
         assert result.generations == tuple(int(owner.words[slot]) for slot in slots)
+
+    # -- several under way ------------------------------------------------------------------------------------
+
+    def started(
+        self, connection: Connection, descriptors: Sequence[ReadDescriptor], deadline_s: float = 10.0
+    ) -> tuple[Exchange, npt.NDArray[np.uint8]]:
+        staging = poisoned(max(d.staging_offset + d.length for d in descriptors))
+        exchange = connection.start(descriptors, staging, deadline_s)
+        assert exchange is not None
+        return exchange, staging
+
+    def test_the_next_payload_is_asked_for_while_one_arrives(self, connection: Connection, owner: Owner) -> None:
+        """Each has its own bytes and words, whenever its words are asked for."""
+        plans = [[descriptor(i << 20, 1 << 20, 0), descriptor(i << 12, 4096, 1 << 20)] for i in range(6)]
+        under_way = deque([self.started(connection, plans[0])])
+        for number, plan in enumerate(plans):
+            if number + 1 < len(plans):
+                under_way.append(self.started(connection, plans[number + 1]))
+            exchange, staging = under_way.popleft()
+            result = exchange.payload()
+            assert (result.status, result.generations) == (ReadStatus.DONE, ()), result.detail
+            assert result.payload_bytes == (1 << 20) + 4096
+            np.testing.assert_array_equal(staging, expected_staging(owner.arena, plan, len(staging)))
+            result = exchange.fence()
+            assert result.generations == tuple(int(owner.words[d.slot]) for d in plan), result.detail
+        self.check_read(connection, owner, plans[0])
+        assert connection.is_open
+
+    def test_words_are_asked_for_by_another_thread_while_payloads_move(
+        self, connection: Connection, owner: Owner
+    ) -> None:
+        answers = []
+        with ThreadPoolExecutor(1) as other:
+            exchange, _ = self.started(connection, [descriptor(0, 1 << 20, 0)])
+            for number in range(1, 30):
+                following, _ = self.started(connection, [descriptor(number << 12, 1 << 20, 0)])
+                assert exchange.payload().status is ReadStatus.DONE
+                answers.append(other.submit(exchange.fence))
+                exchange = following
+            assert exchange.payload().status is ReadStatus.DONE
+            answers.append(other.submit(exchange.fence))
+        assert [one.result().generations for one in answers] == [(int(owner.words[i]),) for i in range(30)]
+
+    def test_words_are_those_of_the_moment_when_they_are_asked_for(self, connection: Connection, owner: Owner) -> None:
+        """A15: also of an exchange that another one has followed."""
+        first, _ = self.started(connection, [descriptor(0, 4096, 0)])
+        second, _ = self.started(connection, [descriptor(4096, 4096, 0)])
+        assert first.payload().status is second.payload().status is ReadStatus.DONE
+        owner.words[0], owner.words[1] = 2002, 2004
+        assert (first.fence().generations, second.fence().generations) == ((2002,), (2004,))
+
+    def test_one_that_fails_takes_the_others_along(self, connect: Callable[[Owner], Connection], owner: Owner) -> None:
+        """An owner refuses the second; the third never ends otherwise than refused or unreachable."""
+        connection = connect(owner)
+        good, staging = self.started(connection, [descriptor(0, 4096, 0)])
+        bad = connection.start([ReadDescriptor(0, ARENA_BYTES, 1, 0)], poisoned(8), 5.0)
+        later = connection.start([descriptor(0, 4096, 0)], untouched := poisoned(4096), 5.0)
+        assert bad is not None and later is not None
+        first = good.payload()  # a transport may refuse before it has taken anything
+        if first.status is ReadStatus.DONE:
+            assert (staging == owner.arena[:4096]).all()
+        assert bad.payload().status in (ReadStatus.REFUSED, ReadStatus.UNREACHABLE)
+        assert later.payload().status is ReadStatus.UNREACHABLE
+        assert (untouched == POISON).all()
+        assert not connection.is_open
+        self.check_read(self.reconnected(connect, owner), owner, [descriptor(0, 4096, 0)])
+
+    def test_cancel_ends_all_of_them(self, connect: Callable[[Owner], Connection], owner_process: Owner) -> None:
+        """Nobody may wait for the others' deadlines, and no byte of any comes later."""
+        self.skip_if_one_sided()
+        connection = connect(owner_process)
+        for exchange, _ in [self.started(connection, [descriptor(0, 4096, 0)]) for _ in range(2)]:
+            assert exchange.payload().status is exchange.fence().status is ReadStatus.DONE
+        owner_process.pause()
+        under_way = [self.started(connection, [descriptor(0, 1 << 20, 0)], 20.0) for _ in range(2)]
+        canceller = threading.Timer(0.1, connection.cancel)
+        canceller.start()
+        started = time.monotonic()
+        results = [exchange.payload() for exchange, _ in under_way]
+        canceller.join()
+        assert time.monotonic() - started < 10.0
+        assert results[0].status is ReadStatus.CANCELLED
+        assert results[1].status in (ReadStatus.CANCELLED, ReadStatus.UNREACHABLE)
+        for result, (_, staging) in zip(results, under_way, strict=True):
+            assert result.ended is None or result.ended()
+            staging[:] = 0x3C
+        owner_process.resume()
+        self.check_read(self.reconnected(connect, owner_process), owner_process, [descriptor(0, 4096, 0)])
+        assert all((staging == 0x3C).all() for _, staging in under_way)
+
+    def test_a_connection_that_is_closed_leaves_nothing_under_way(
+        self, connect: Callable[[Owner], Connection], owner: Owner
+    ) -> None:
+        connection = connect(owner)
+        under_way = [self.started(connection, [descriptor(0, 1 << 20, 0)]) for _ in range(2)]
+        connection.close()
+        for _, staging in under_way:
+            staging[:] = 0x3C
+        self.check_read(self.reconnected(connect, owner), owner, [descriptor(0, 4096, 0)])
+        assert all((staging == 0x3C).all() for _, staging in under_way)
 
     # -- refused ----------------------------------------------------------------------------------------------
 

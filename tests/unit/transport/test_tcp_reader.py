@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, Unreachable
-from kvstore.transport import ReadDescriptor, ReadStatus
-from kvstore.transport.tcp import TcpTransport
+from kvstore.transport import Exchange, ReadDescriptor, ReadStatus
+from kvstore.transport.tcp import AHEAD_REQUEST_BYTES, TcpConnection, TcpTransport
+from kvstore.transport.tcp_server import TcpServerLimits
 from tests.contract.transport_suite import ARENA_BYTES, EPOCH, POISON, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
@@ -214,6 +215,96 @@ def test_a_read_that_is_interrupted_leaves_nothing_behind() -> None:
     assert not connection.is_open
     owner.stop()
     owner.close()
+
+
+# -- several under way ----------------------------------------------------------------------------------------
+
+
+def started(connection: TcpConnection, count: int, length: int = 4096) -> list[Exchange]:
+    """Exchange i asks for slot i."""
+    begun = [connection.start([descriptor(i * 4096, length, 0)], poisoned(length), 10.0) for i in range(count)]
+    return [exchange for exchange in begun if exchange is not None]
+
+
+def test_words_do_not_wait_behind_the_next_payload(owner: LocalOwner) -> None:
+    """The owner stands still between the second payload's request and its bytes: the first one's words come."""
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
+    sent, go_on = threading.Semaphore(0), threading.Event()
+
+    def hold() -> None:
+        sent.release()
+        go_on.wait(10)
+
+    owner.after_payload(hold)  # the thread that sends payloads; the next request waits for it
+    first, second = started(connection, 2)
+    assert first.payload().status is ReadStatus.DONE
+    assert sent.acquire(timeout=10)
+    assert first.fence().generations == (int(owner.words[0]),)
+    assert not go_on.is_set()
+    go_on.set()
+    assert second.payload().status is ReadStatus.DONE
+    assert second.fence().generations == (int(owner.words[1]),)
+    connection.close()
+
+
+def test_one_exchange_at_a_time_takes_one_place_of_the_owner(owner: LocalOwner) -> None:
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
+    for _ in range(3):
+        assert connection.read([descriptor(0, 4096, 0)], poisoned(4096), 5.0).status is ReadStatus.DONE
+    assert owner.server.connection_count == 1
+    connection.close()
+
+
+def test_an_owner_without_a_place_to_spare_is_asked_for_one_after_the_other() -> None:
+    owner = LocalOwner(limits=TcpServerLimits(connections=1))
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
+    (first,) = started(connection, 2)
+    assert first.payload().status is ReadStatus.DONE
+    assert connection.start([descriptor(0, 4096, 0)], poisoned(4096), 5.0) is None, "the first has no words yet"
+    assert first.fence().generations == (int(owner.words[0]),)
+    assert connection.read([descriptor(4096, 4096, 0)], poisoned(4096), 5.0).generations == (int(owner.words[1]),)
+    connection.close()
+    owner.stop()
+    owner.close()
+
+
+def test_words_are_asked_for_again_where_the_side_stream_had_to_make_room(owner: LocalOwner) -> None:
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
+    first, second = started(connection, 2)
+    assert first.payload().status is second.payload().status is ReadStatus.DONE
+    side = connection._side
+    assert side is not None
+    with owner.server._lock:  # as the owner's thread that accepts does it
+        (peer,) = [one for one in owner.server._peers if one.socket.getpeername() == side._socket.getsockname()]
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    assert first.fence().generations == (int(owner.words[0]),)
+    assert second.fence().generations == (int(owner.words[1]),)
+    assert connection.is_open
+    connection.close()
+
+
+def test_a_side_stream_that_cannot_be_made_again_fails_the_read(owner: LocalOwner) -> None:
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
+    first, second = started(connection, 2)
+    assert first.payload().status is second.payload().status is ReadStatus.DONE
+    owner.stop()
+    result = first.fence()
+    assert (result.status, result.generations) == (ReadStatus.UNREACHABLE, ())
+    assert second.fence().status is ReadStatus.UNREACHABLE
+    connection.close()
+
+
+def test_a_long_request_waits_for_the_payload_before_it(owner: LocalOwner) -> None:
+    """Reader and owner would each wait for the other to take its bytes."""
+    connection = TcpTransport().connect(at(owner.address, EPOCH), 5.0)
+    (first,) = started(connection, 1, ARENA_BYTES)
+    long = [descriptor(i * 128, 64, i * 64) for i in range(AHEAD_REQUEST_BYTES // 16)]
+    assert connection.start(long, poisoned(len(long) * 64), 5.0) is None
+    assert first.payload().status is ReadStatus.DONE
+    second = connection.start(long, poisoned(len(long) * 64), 5.0)
+    assert second is not None and second.payload().status is ReadStatus.DONE
+    assert first.fence().status is second.fence().status is ReadStatus.DONE
+    connection.close()
 
 
 # -- the caller's mistakes ------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ class Pipeline:
         self._first = first
         self._connection = connection
         self._grouped = self._broken = False
+        self._plans: dict[int, tuple[tuple[Rectangle, Rectangle], FetchPlan | None]] = {}
         self._asked: deque[_Asked] = deque()
         self._delivering: Future[None] | None = None
         self._ending = threading.Lock()
@@ -194,10 +195,14 @@ class Pipeline:
                 yield _Batch(pieces, group)
 
     def _plan(self, place: ShardPlace, rectangle: Rectangle) -> FetchPlan | None:
-        common = place.rectangle.intersection(rectangle)
-        if common is None:
-            return None
-        return plan_fetch(self._layout, ShardPart(place.shard & 0xFF, place.rectangle, common))
+        """What to fetch of a shard; mostly what was planned for the same shard of the chunk before."""
+        known = self._plans.get(place.shard)
+        if known is None or known[0] != (place.rectangle, rectangle):
+            common = place.rectangle.intersection(rectangle)
+            part = ShardPart(place.shard & 0xFF, place.rectangle, common) if common is not None else None
+            known = (place.rectangle, rectangle), plan_fetch(self._layout, part) if part is not None else None
+            self._plans[place.shard] = known
+        return known[1]
 
     def _ask(self, batch: _Batch) -> bool:
         """Start an exchange; False: not now, or never where nothing of this read is ahead of it."""
@@ -306,7 +311,7 @@ class Pipeline:
                 held = staged[piece.start : piece.start + plan.staged_bytes]
                 if delivery.verify and piece.place.table_hash and not _verified(layout, piece, held):
                     return self._fail(piece.chunk, MissReason.CHECKSUM)
-                pages = held[: plan.table_offset].reshape(layout.shape(plan.staged))[plan.wanted_slices]
+                pages = held[: plan.table_offset].reshape(plan.staged_shape)[plan.wanted_slices]
                 common = plan.part.common
                 delivery.destination.scatter(self._first + piece.chunk, pages, common.layer_start, common.head_start)
         finally:

@@ -54,17 +54,11 @@ class FetchPlan:
     staged: Rectangle
     staged_bytes: int
     table_offset: int
-
-    @property
-    def wanted_slices(self) -> Slices:
-        """Index of the wanted part in the staged payload, seen as `layout.shape(staged)`."""
-        return slices_of(self.staged, self.part.common)
-
-    @property
-    def table_slices(self) -> tuple[slice, slice]:
-        """Index of the checksums of `staged` in the table, seen as (layers, heads) of the stored shard."""
-        layers, _, heads, _ = slices_of(self.part.stored, self.staged)
-        return layers, heads
+    staged_shape: tuple[int, int, int, int]
+    wanted_slices: Slices
+    """Index of the wanted part in the staged payload, seen as `staged_shape`."""
+    table_slices: tuple[slice, slice]
+    """Index of the checksums of `staged` in the table, seen as (layers, heads) of the stored shard."""
 
 
 @lru_cache(maxsize=_PLANS_KEPT)
@@ -82,7 +76,17 @@ def plan_fetch(layout: PageLayout, part: ShardPart, least_run_bytes: int = LEAST
     table_bytes, table_offset = checksum.table_bytes(stored), layout.payload_bytes(staged)
     table = ByteRange(layout.payload_bytes(stored), table_offset, table_bytes)
     runs = _joined((*ShardPart(part.number, stored, staged).byte_ranges(layout, staged), table))
-    return FetchPlan(part, runs, staged, table_offset + table_bytes, table_offset)
+    layers, _, heads, _ = slices_of(stored, staged)
+    return FetchPlan(
+        part,
+        runs,
+        staged,
+        table_offset + table_bytes,
+        table_offset,
+        layout.shape(staged),
+        slices_of(staged, common),
+        (layers, heads),
+    )
 
 
 def _joined(runs: Iterable[ByteRange]) -> tuple[ByteRange, ...]:

@@ -56,7 +56,7 @@ SAME_HOST_SEND_BUFFER_BYTES: Final = 1 << 18
 """Send buffer of connections whose two ends have one address: 3.5 GB/s on loopback, 2.0 with the kernel's own
 tuning, which lets megabytes queue up. Others keep that tuning: a fixed buffer would limit a longer path."""
 
-SENDFILE_FROM_BYTES: Final = 1 << 16
+SENDFILE_FROM_BYTES: Final = 1 << 18
 """Shorter ranges are copied out of a mapping, up to 1,024 in one call: sendfile takes one call a range, and after
 each call a thread waits for the interpreter's lock, up to 5 ms a time when the node is busy."""
 

@@ -1,6 +1,8 @@
-"""Keeps a node's NIXL process going: starts it, tells it that peers read, starts another when it dies.
+"""Keeps a node's NIXL processes going: starts them, tells them that peers read, knows how they are.
 
-A new process has new metadata: readers that still use the old one get an error, ask again and go on.
+The process started here forks the one that serves (`nixl_owner.py`), another one each time that this dies; another is
+started when the first dies itself. What serves anew has new metadata: readers that still use the old one get an error,
+ask again and go on.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 
 from kvstore.errors import ConfigurationError, InvalidRequest, KvStoreError, Unreachable
 from kvstore.transport.data_plane import DataPlane
@@ -24,8 +28,13 @@ logger = logging.getLogger(__name__)
 START_S: Final = 60.0
 BACK_OFF_S: Final = 0.1
 BACK_OFF_LIMIT_S: Final = 5.0
-"""Wait before another start: this, doubled with each death in a row; a process that lived longer than the limit starts
-anew at the beginning."""
+"""Wait before another start: this, doubled with each one in a row that did not come to serve for so long."""
+DEATHS_LIMIT: Final = 3
+DEATHS_WINDOW_S: Final = 60.0
+"""Degraded is also what serves, but died so often within this time."""
+END_S: Final = 5.0
+_GONE_S: Final = 1.0
+"""Time between the end of a process's output and its own."""
 
 
 class NixlProcess:
@@ -48,6 +57,7 @@ class NixlProcess:
             raise InvalidRequest(f"the arena's file has {os.fstat(arena_fd).st_size} bytes, not {arena_bytes}")
         self._arena_fd = os.dup(arena_fd)
         self._job = {
+            "parent": os.getpid(),
             "name": name,
             "epoch": epoch,
             "arena_fd": self._arena_fd,
@@ -59,8 +69,12 @@ class NixlProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._plane: DataPlane | None = None
+        self._why_down = ""
+        self._deaths: deque[float] = deque(maxlen=DEATHS_LIMIT)
+        self.pid = 0
+        """Of the process that serves now, or served last."""
         self.restarts = 0
-        """Processes that died and were replaced."""
+        """Processes that served, died and were replaced."""
         started: Future[None] = Future()
         # All processes are started by this thread: the kernel ends them with the thread that started them.
         self._watcher = threading.Thread(target=self._watch, args=(started,), name="nixl-watch", daemon=True)
@@ -68,10 +82,19 @@ class NixlProcess:
         started.result()
 
     @property
-    def pid(self) -> int:
-        """Of the process that serves now, or served last."""
-        assert self._process is not None, "the constructor returns when there is one"
-        return self._process.pid
+    def is_serving(self) -> bool:
+        """False while another process starts."""
+        return self._plane is not None
+
+    @property
+    def trouble(self) -> str:
+        """Why this way is not to be relied on now; empty: it is."""
+        if self._plane is None:
+            return f"down: {self._why_down}"
+        deaths = [at_s for at_s in list(self._deaths) if at_s > time.monotonic() - DEATHS_WINDOW_S]
+        if len(deaths) < DEATHS_LIMIT:
+            return ""
+        return f"died {DEATHS_LIMIT} times within {DEATHS_WINDOW_S:g} s, last because {self._why_down}"
 
     def plane(self) -> DataPlane:
         """What it offers. Raises Unreachable while a new process starts."""
@@ -89,19 +112,51 @@ class NixlProcess:
                 with contextlib.suppress(OSError):  # full: it knows; gone: the watcher knows
                     os.write(stdin.fileno(), b"r")
 
-    def stop(self, deadline_s: float = 5.0) -> None:
+    def stop(self, deadline_s: float = END_S) -> None:
         """Offer nothing any more: what peers read ends with an error. Idempotent."""
         self._stopping.set()
         serves, self._plane = self._plane is not None, None
         self._end(deadline_s if serves else 0.0)  # one that is starting has nothing to end in order
         self._watcher.join(deadline_s)
 
-    def _start(self) -> DataPlane:
+    # --- the watcher's thread ----------------------------------------------------------------------------
+
+    def _watch(self, started: Future[None]) -> None:
+        try:
+            self._keep_going(started)
+        except (KvStoreError, OSError) as exc:
+            started.set_exception(exc)
+        finally:
+            os.close(self._arena_fd)
+
+    def _keep_going(self, started: Future[None]) -> None:
+        """Raises what the first start does."""
+        pause_s = BACK_OFF_S
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            try:
+                self._run(started)
+            except OSError as exc:
+                if not started.done():
+                    raise
+                self._why_down = f"it could not be started: {exc.strerror or exc}"
+            if not started.done():
+                raise ConfigurationError(f"the NIXL process did not start: {self._why_down}")
+            if time.monotonic() - began_s > BACK_OFF_LIMIT_S:
+                pause_s = BACK_OFF_S
+            if not self._stopping.wait(pause_s):
+                logger.warning("NIXL's processes are gone (%s); starting others", self._why_down)
+            pause_s = min(2 * pause_s, BACK_OFF_LIMIT_S)
+
+    def _run(self, started: Future[None]) -> None:
+        """Start a process and listen to it until it has ended. Raises OSError where there is none to be had."""
+        # NumPy would make threads that nobody needs, and a fork is for processes with one.
         process = subprocess.Popen(
             [sys.executable, "-m", "kvstore.transport.nixl_owner", json.dumps(self._job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self._arena_fd,),
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
@@ -112,49 +167,38 @@ class NixlProcess:
         overdue = threading.Timer(START_S, process.kill)
         overdue.daemon = True
         overdue.start()
-        line = process.stdout.readline()
+        self._why_down = ""
+        with process.stdout:
+            for line in process.stdout:
+                self._hear(line)
+                if self._plane is not None:
+                    overdue.cancel()
+                    if not started.done():
+                        started.set_result(None)
         overdue.cancel()
-        process.stdout.close()
-        fields = json.loads(line) if line else {"error": f"it ended with status {process.wait()}"}
-        if "error" in fields:
-            self._end(0.0)
-            raise ConfigurationError(f"the NIXL process did not start: {fields['error']}")
-        return plane_from_json(fields)
+        self._end(_GONE_S)
+        if self._plane is not None or not self._why_down:
+            self._note_end(f"what starts it ended with status {process.returncode}")
 
-    def _watch(self, started: Future[None]) -> None:
+    def _hear(self, line: bytes) -> None:
         try:
-            self._plane = self._start()
-        except (KvStoreError, OSError, ValueError, LookupError) as exc:
-            started.set_exception(exc)
-        else:
-            started.set_result(None)
-            self._keep_going()
-        finally:
-            os.close(self._arena_fd)
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:  # empty, half a line of one that was killed, or a library's own
+            return
+        if "plane" in message:
+            self.restarts += self.pid != 0
+            self.pid, self._plane = message["pid"], plane_from_json(message["plane"])
+            logger.info("NIXL is served by process %d", self.pid)
+        elif "down" in message:
+            self._note_end(message["down"])
 
-    def _keep_going(self) -> None:
-        pause_s = BACK_OFF_S
-        while not self._stopping.is_set():
-            assert self._process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(BACK_OFF_LIMIT_S)
-            if self._process.returncode is None:
-                pause_s = BACK_OFF_S  # it lives, and has for a while
-                continue
+    def _note_end(self, why: str) -> None:
+        if self._plane is not None:
+            self._deaths.append(time.monotonic())
             self._plane = None
-            if self._stopping.is_set():
-                return
-            logger.warning("the NIXL process ended with status %d; starting another", self._process.returncode)
-            self._end(0.0)
-            while not self._stopping.wait(pause_s):
-                pause_s = min(2 * pause_s, BACK_OFF_LIMIT_S)
-                try:
-                    self._plane = self._start()
-                    self.restarts += 1
-                    break
-                except (ConfigurationError, OSError) as exc:
-                    if not self._stopping.is_set():
-                        logger.error("%s; trying again in %.1f s", exc, pause_s)
+            if not self._stopping.is_set():
+                logger.warning("the process that serves NIXL is gone: %s", why)
+        self._why_down = why
 
     def _end(self, deadline_s: float) -> None:
         """Close the present process's input, which ends it; kill it at the deadline."""

@@ -28,8 +28,14 @@ def only_tcp() -> Iterator[None]:
 
 
 def nixl_processes(pid: int) -> list[int]:
-    """Processes that serve NIXL for the node process `pid`."""
-    return [child for child in _children(pid) if b"nixl_owner" in _read(f"/proc/{child}/cmdline")]
+    """Processes of NIXL under the node process `pid`: the one that forks, and the one that serves."""
+    forking = [child for child in _children(pid) if b"nixl_owner" in _read(f"/proc/{child}/cmdline")]
+    return forking + [child for parent in forking for child in _children(parent)]
+
+
+def nixl_server(pid: int) -> int:
+    """What serves NIXL for the node process `pid`, in a moment at least."""
+    return until(lambda: nixl_processes(pid)[1:])[0]
 
 
 def _children(pid: int) -> list[int]:
@@ -53,7 +59,7 @@ def state_of(pid: int) -> str:
 
 @dataclass
 class NixlNode:
-    """One node: its process and the one that serves NIXL for it."""
+    """One node: its process, and those of NIXL under it."""
 
     process: Process
     info: NodeInfo
@@ -62,10 +68,10 @@ class NixlNode:
     @property
     def nixl(self) -> int:
         """Process id of what serves now."""
-        return until(lambda: nixl_processes(self.process.pid))[0]
+        return nixl_server(self.process.pid)
 
     def stop(self) -> None:
-        """SIGSTOP for both; returns when both stand still."""
+        """SIGSTOP for all; returns when all stand still."""
         self.process.stop()
         for pid in nixl_processes(self.process.pid):
             os.kill(pid, signal.SIGSTOP)

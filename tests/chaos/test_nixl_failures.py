@@ -20,10 +20,8 @@ import pytest
 
 from kvstore.client import connect
 from kvstore.client import nodes as nodes_module
-from kvstore.errors import KvStoreError
 from kvstore.metadata import NodeMatch
 from kvstore.model.values import MissReason
-from kvstore.transport import data_plane
 from tests.chaos.nixl_nodes import Held, NixlNode, Once, nixl_node, nixl_processes, only_tcp, state_of
 from tests.chaos.pool_processes import Process, Processes, until
 from tests.unit.client.pages import MIB, POISON, namespace, pages_of, prompt
@@ -186,32 +184,46 @@ def test_b01_a_node_is_stopped_inside_a_payload(pool: Pool, reader: Reader) -> N
     assert chunks == 0 and reason is not None
     assert reader.whole(FAR)
     pool.near.go_on()
-    until(lambda: reader.whole(NEAR), WAIT_FOR_NIXL_S)
+    until(lambda: reader.whole(NEAR), BACK_S)
     assert reader.whole(SHARED) and reader.whole(FAR)
 
 
-WAIT_FOR_NIXL_S = 15.0
-"""A reader that left in mid-READ ends the process that serves NIXL, which is up again after seconds."""
+@pytest.mark.parametrize("transport", ["nixl"], indirect=True)
+def test_b01_what_serves_nixl_is_killed_inside_a_payload_ten_times(pool: Pool, reader: Reader, transport: str) -> None:
+    restarts, old = pool.near.stats()["nixl_restarts"], set()
+    for kill_number in range(1, 11):
+        serving = pool.near.nixl
+        killed = reader.at_payload(lambda serving=serving: os.kill(serving, signal.SIGKILL))  # type: ignore[misc]
+        assert reader.whole(SHARED), "the other node has the same chunks"
+        assert killed.happened
+        assert reader.whole(FAR)
+        until(lambda: reader.whole(NEAR), BACK_S)
+        assert reader.whole(SHARED) and pool.near.nixl != serving
+        until(lambda kill_number=kill_number: pool.near.stats()["nixl_restarts"] == restarts + kill_number)  # type: ignore[misc]
+        old.add(serving)
+    assert len(old) == 10 and not any(state_of(pid) for pid in old)
+    assert len(nixl_processes(pool.near.process.pid)) == 2
 
 
 @pytest.mark.parametrize("transport", ["nixl"], indirect=True)
-def test_b01_what_serves_nixl_is_killed_inside_a_payload(pool: Pool, reader: Reader, transport: str) -> None:
-    serving, restarts = pool.near.nixl, pool.near.stats()["nixl_restarts"]
-    killed = reader.at_payload(lambda: os.kill(serving, signal.SIGKILL))
-    assert reader.whole(SHARED), "the other node has the same chunks"
-    assert killed.happened
-    assert reader.whole(FAR)
-    until(lambda: offers(pool.near))
-    until(lambda: reader.whole(NEAR), BACK_S)
-    assert reader.whole(SHARED) and pool.near.nixl != serving
-    assert pool.near.stats()["nixl_restarts"] == restarts + 1
+def test_b01_what_serves_nixl_is_stopped_and_goes_on_or_not(pool: Pool, reader: Reader, transport: str) -> None:
+    """Alone: the node beats on. One that never goes on is replaced."""
+    for goes_on in (True, False):
+        serving = pool.near.nixl
+        stopped = reader.at_payload(lambda serving=serving: stop(serving))  # type: ignore[misc]
+        assert reader.whole(SHARED) and stopped.happened
+        if goes_on:
+            os.kill(serving, signal.SIGCONT)
+            until(lambda: reader.whole(NEAR), BACK_S)
+        else:
+            until(lambda serving=serving: pool.near.nixl != serving)  # type: ignore[misc]
+            until(lambda: reader.whole(NEAR), BACK_S)
+            assert state_of(serving) == ""
 
 
-def offers(node: NixlNode) -> bool:
-    try:
-        return bool(data_plane.ask(node.info.control_address, node.info.epoch, b"", 5.0).agent_metadata)
-    except KvStoreError:
-        return False
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T")
 
 
 def test_b01_the_metadata_service_is_killed_inside_a_payload(pool: Pool, reader: Reader) -> None:

@@ -1,7 +1,9 @@
-"""What keeps a node's NIXL process going: starts that fail, deaths, stops at any moment."""
+"""What keeps a node's NIXL processes going: starts that fail, deaths, stops at any moment, what is told of it."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import sys
@@ -13,8 +15,9 @@ import pytest
 
 from kvstore.errors import ConfigurationError, Unreachable
 from kvstore.transport import nixl_process
-from kvstore.transport.nixl_process import NixlProcess
-from tests.chaos.nixl_nodes import Held, nixl_processes, state_of
+from kvstore.transport.nixl_owner import plane_to_json
+from kvstore.transport.nixl_process import DEATHS_LIMIT, NixlProcess
+from tests.chaos.nixl_nodes import Held, nixl_processes, nixl_server, only_tcp, state_of
 from tests.chaos.pool_processes import until
 
 pytestmark = [pytest.mark.xdist_group("nixl")]
@@ -29,7 +32,7 @@ starts.write_text(str(number + 1))
 os.fstat(job["arena_fd"])
 behaviour = {behaviours!r}[min(number, len({behaviours!r}) - 1)]
 if behaviour == "refuse":
-    print(json.dumps({{"error": "64 bytes could not be registered for the network"}}), flush=True)
+    print(json.dumps({{"down": "64 bytes could not be registered for the network"}}), flush=True)
     sys.exit(1)
 if behaviour == "crash":
     os.kill(os.getpid(), 9)
@@ -37,7 +40,11 @@ if behaviour == "hang":
     (folder / "hangs").write_text("")
     time.sleep(600)
 plane = dict(epoch=job["epoch"], backend="UCX", agent_metadata="", arena_address=0, arena_bytes=1, rdma_devices=[])
-print(json.dumps(plane), flush=True)
+print("noise of a library", flush=True)
+print(json.dumps(dict(pid=os.getpid(), plane=plane)), flush=True)
+if behaviour == "fork":
+    for told in open(folder / "tell"):
+        print(told, flush=True)
 while os.read(0, 100):
     pass
 """
@@ -83,15 +90,16 @@ def test_b13_a_start_that_fails_is_one_clear_message(
 
 def test_a_start_that_crashes_says_so(behaving: Callable[..., None], arena_fd: int) -> None:
     behaving("crash")
-    with pytest.raises(ConfigurationError, match="did not start: it ended with status -9"):
+    with pytest.raises(ConfigurationError, match=r"did not start: .*ended with status -9"):
         NixlProcess("node", 1, arena_fd, 4096)
 
 
-def test_a_process_that_dies_is_replaced_until_one_serves(
+def test_processes_that_die_are_replaced_until_one_serves(
     behaving: Callable[..., None], arena_fd: int, tmp_path: Path
 ) -> None:
     behaving("serve", "crash", "refuse", "serve")
     process = NixlProcess("node", 1, arena_fd, 4096)
+    assert process.is_serving and not process.trouble
     first = process.pid
     os.kill(first, signal.SIGKILL)
     until(lambda: process.restarts == 1)
@@ -99,6 +107,29 @@ def test_a_process_that_dies_is_replaced_until_one_serves(
     process.stop()
     with pytest.raises(Unreachable):
         process.plane()
+    assert not nixl_processes(os.getpid())
+
+
+def test_b15_what_it_is_told_shows(behaving: Callable[..., None], arena_fd: int, tmp_path: Path) -> None:
+    """Down with a reason, up again, and in trouble when that happens often."""
+    os.mkfifo(tmp_path / "tell")
+    behaving("fork")
+    process = NixlProcess("node", 1, arena_fd, 4096)
+    plane = json.dumps({"pid": 7, "plane": plane_to_json(process.plane())})
+    with (tmp_path / "tell").open("w") as tell:
+        for death in range(1, DEATHS_LIMIT + 1):
+            print(json.dumps({"down": f"reason {death}"}), file=tell, flush=True)
+            until(lambda: not process.is_serving)
+            assert process.trouble == f"down: reason {death}"
+            with pytest.raises(Unreachable):
+                process.plane()
+            print('{"pid": 7, "pla', file=tell, flush=True)  # of one that was killed while it spoke
+            print(plane, file=tell, flush=True)
+            until(lambda: process.is_serving)
+            assert process.restarts == death and process.pid == 7
+            assert bool(process.trouble) is (death == DEATHS_LIMIT)
+    assert process.trouble == "died 3 times within 60 s, last because reason 3"
+    process.stop()
     assert not nixl_processes(os.getpid())
 
 
@@ -127,5 +158,51 @@ def test_it_outlives_the_thread_that_made_it(behaving: Callable[..., None], aren
     until(lambda: f"/{maker.native_id}" not in str(list(Path("/proc/self/task").iterdir())))  # gone for the kernel too
     process.wake()
     assert process.restarts == 0 and state_of(process.pid) in ("R", "S", "D")
+    process.stop()
+    assert not nixl_processes(os.getpid())
+
+
+# --- with the library ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the nixl package")
+def test_the_library_is_forked_with_one_thread_and_nothing_is_left(arena_fd: int) -> None:
+    """Four deaths; the process that forks stays, has no zombie and uses nothing of the library."""
+    before = Held.now()
+    with only_tcp():
+        process = NixlProcess("node", 1, arena_fd, 1 << 20)
+    forking, serving = nixl_processes(os.getpid())
+    assert serving == process.pid == nixl_server(os.getpid())
+    assert len(list(Path(f"/proc/{forking}/task").iterdir())) == 1
+    descriptors = descriptors_of(forking)
+    for death in range(1, 5):
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda death=death: process.restarts == death)  # type: ignore[misc]
+    assert nixl_processes(os.getpid()) == [forking, process.pid] and state_of(serving) == ""
+    assert "sock" not in descriptors and descriptors_of(forking) == descriptors
+    process.stop()
+    assert not nixl_processes(os.getpid()) and state_of(process.pid) == ""
+    until(lambda: Held.now().descriptors <= before.descriptors)
+
+
+def descriptors_of(pid: int) -> str:
+    """What they are, without numbers; a descriptor of the child that lives is one of them."""
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return " ".join(sorted(link.partition("[")[0] for link in links))
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs the nixl package")
+def test_what_serves_goes_with_what_forks_it(arena_fd: int) -> None:
+    with only_tcp():
+        process = NixlProcess("node", 1, arena_fd, 1 << 20)
+    forking, serving = nixl_processes(os.getpid())
+    os.kill(forking, signal.SIGKILL)
+    until(lambda: process.restarts == 1)
+    until(lambda: state_of(serving) in ("", "Z"))
+    assert not set(nixl_processes(os.getpid())) & {forking, serving}
     process.stop()
     assert not nixl_processes(os.getpid())

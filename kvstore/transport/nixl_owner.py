@@ -12,8 +12,8 @@ READs are one-sided where the network is (RDMA, or a process of the same host). 
 within its calls into the library. So it must call, or its peers wait: often while told that peers read, seldom else.
 NIXL's own thread would spin.
 
-JOB is a JSON object: `parent` (its process), `name`, `epoch`, `arena_fd`, `arena_bytes`, `backend`, `devices`. On
-standard output comes a JSON object a line: `{"pid": number, "plane": data plane}` (metadata in base64) from each process
+JOB is a JSON object: `parent` (its process), `name`, `epoch`, `arena_fd`, `arena_bytes`, `backend`, `devices`. What
+it says is a JSON object a line: `{"pid": number, "plane": data plane}` (metadata in base64) from each process
 that serves, and `{"down": text}` when one ended or could not start. Each byte on standard input says that peers read;
 its end, and the parent's, end all of it.
 """

@@ -32,11 +32,12 @@ class Handle:
 @dataclass
 class FakeNixl:
     """Stands for the module. `refused`: parameters of queues. `fails`: "post" or "look". `held`: operations.
-    `breaks`: posting waits for it and then fails as nobody expects."""
+    `breaks`: posting waits for it and then fails as nobody expects; `breaks_looks`: looks do so too."""
 
     refused: Container[str] = ()
     fails: str = ""
     breaks: threading.Event | None = None
+    breaks_looks: bool = False
     held: Container[str] = ()
     reached: threading.Event = field(default_factory=threading.Event)
     handles: list[Handle] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Agent:
 
     def transfer(self, handle: Handle) -> str:
         if self.nixl.breaks is not None:
+            handle.state = "PROC"
             self.nixl.reached.set()
             assert self.nixl.breaks.wait(10)
             raise ZeroDivisionError("a bug")
@@ -91,6 +93,8 @@ class Agent:
 
     def check_xfer_state(self, handle: Handle) -> str:
         self.nixl.looks += 1
+        if self.nixl.breaks_looks:
+            raise ZeroDivisionError("another bug")
         if handle.operation in self.nixl.held:
             self.nixl.reached.set()
             return "PROC"

@@ -11,7 +11,9 @@ move memory that is not of the DRAM arena; so all errors are theirs. Where they 
 not used any more.
 
 An operation ends when the plug-in says so and never for want of time: until then the disk may still write into the
-memory. A handle in flight is never released, because the plug-in would forget an operation that goes on.
+memory. A handle in flight is never released, because the plug-in would forget an operation that goes on. After an error
+that nobody thought of, the owner takes no orders any more and sees out what is under way. Where it cannot even do that
+it ends, and what was under way fails: the kernel lets a thread go only when what it gave to io_uring is over.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import ConfigurationError, ForkedProcess, KvStoreError
+from kvstore.errors import ConfigurationError, ForkedProcess, KvStoreError, StorageFailed
 from kvstore.nixl_library import NixlLibrary, load_nixl
 from kvstore.node.arena import Buffer, Run
 from kvstore.node.arena.ssd import SsdArena
@@ -63,7 +66,7 @@ class _Transfer:
     file: npt.NDArray[np.uint64]
     ended: threading.Event = field(default_factory=threading.Event)
     state: str = "ERR"
-    """DONE, PROC (under way) or ERR, as NIXL has it."""
+    """DONE, PROC (under way) or ERR, as NIXL has it; or LOST: nobody can ask how it stands."""
     handle: Any = None
     began_s: float = 0.0
 
@@ -90,6 +93,7 @@ class NixlIo:
         65,536 pieces, and a tier's 16 threads have at most 1,024 under way each."""
         self._lock = threading.Lock()
         self._orders: deque[_Transfer | None] = deque()
+        self._under_way: list[_Transfer] = []
         self._has_orders = threading.Event()
         self._owner = threading.Thread(target=self._own, name="kvstore-ssd-nixl", daemon=True)
         self._owner.start()
@@ -137,6 +141,8 @@ class NixlIo:
             transfer.ended.wait()  # without a bound: the memory is in use until then
         if transfer.state == "DONE":
             return [None] * len(runs)
+        if transfer.state == "LOST":
+            return [self._lost(operation)] * len(runs)
         errors = again(runs)
         if not any(errors):
             self._retire(operation)
@@ -182,6 +188,16 @@ class NixlIo:
                 operation.lower(),
             )
 
+    def _lost(self, operation: str) -> StorageFailed:
+        """What a transfer is told that the owner left behind; not before the owner's thread is gone."""
+        task, ends_s = Path(f"/proc/self/task/{self._owner.native_id}"), time.monotonic() + _WARN_S
+        while task.exists() and time.monotonic() < ends_s:
+            time.sleep(_STILL_PAUSE_S)
+        return StorageFailed(
+            f"{self._arena.path}: a {operation.lower()} was lost, because NIXL failed in a way that nobody thought of "
+            "(see the log): restart the node, and use ssd_io threads if it happens again"
+        )
+
     def close(self) -> None:
         """See `SsdIo`."""
         self._is_retired = True
@@ -204,39 +220,52 @@ class NixlIo:
         finally:  # also after an error that nobody thought of: what was not posted goes by system calls
             with self._lock:
                 self._is_retired = True
-            for order in self._waiting_orders():
-                if order is not None:
+            while self._orders:
+                if (order := self._orders.popleft()) is not None:
                     order.ended.set()
+            self._see_out()
 
     def _serve(self) -> None:
-        under_way: list[_Transfer] = []
         is_closing = False
-        while under_way or not is_closing:
-            for order in self._next_orders(under_way):
+        while self._under_way or not is_closing:
+            self._wait()
+            while self._orders:
+                order = self._orders.popleft()
                 if order is None:
                     is_closing = True
                 else:
+                    self._under_way.append(order)
                     self._post(order)
-                    under_way.append(order)
-            for transfer in under_way:
-                if transfer.state == "PROC":
-                    self._look(transfer)
-                if transfer.state != "PROC":
-                    self._end(transfer)
-            under_way = [each for each in under_way if each.state == "PROC"]
+            self._look_at_all()
 
-    def _next_orders(self, under_way: Sequence[_Transfer]) -> list[_Transfer | None]:
-        """What waits; where nothing does, what comes before it is time for a look at what is under way.
+    def _see_out(self) -> None:
+        """End what is under way, however that can be done."""
+        try:
+            while self._under_way:
+                time.sleep(_pause_s(self._under_way) or 0.0)
+                self._look_at_all()
+        finally:
+            for transfer in self._under_way:
+                if not transfer.ended.is_set():
+                    transfer.state = "LOST"
+                    transfer.ended.set()
+
+    def _look_at_all(self) -> None:
+        for transfer in self._under_way:
+            if transfer.state == "PROC":
+                self._look(transfer)
+            if transfer.state != "PROC":
+                self._end(transfer)
+        self._under_way = [each for each in self._under_way if each.state == "PROC"]
+
+    def _wait(self) -> None:
+        """For orders, or until it is time for a look at what is under way.
 
         Not `SimpleQueue.get(timeout=…)`: io_uring wakes this thread by signals, and a get that is woken at the end of
         its time waits for ever (CPython 3.11).
         """
-        self._has_orders.wait(_pause_s(under_way))
+        self._has_orders.wait(_pause_s(self._under_way))
         self._has_orders.clear()
-        return self._waiting_orders()
-
-    def _waiting_orders(self) -> list[_Transfer | None]:
-        return [self._orders.popleft() for _ in range(len(self._orders))]
 
     def _post(self, transfer: _Transfer) -> None:
         agent = self._agent
@@ -244,6 +273,7 @@ class NixlIo:
         try:
             memory, file = agent.get_xfer_descs(transfer.memory, "DRAM"), agent.get_xfer_descs(transfer.file, "FILE")
             transfer.handle = agent.initialize_xfer(transfer.operation, memory, file, agent.name, b"", [_PLUGIN])
+            transfer.state = "PROC"  # also where this call fails as nobody expects
             transfer.state = agent.transfer(transfer.handle)
         except self._errors as exc:
             transfer.state = "ERR"

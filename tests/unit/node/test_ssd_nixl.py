@@ -131,19 +131,41 @@ def test_a_handle_that_could_not_be_posted_stays_until_the_end(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_that_nobody_thought_of_leaves_memory_in_use_and_the_rest_to_system_calls(tmp_path: Path) -> None:
-    nixl = FakeNixl(breaks=threading.Event())
-    with disk_over(nixl, tmp_path / "ssd") as disk, ThreadPoolExecutor(1) as pool:
-        stuck = threading.Thread(target=write, args=(disk,), daemon=True)
-        stuck.start()
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_error_that_nobody_thought_of_keeps_nobody_waiting(tmp_path: Path, is_lost: bool) -> None:
+    """What is under way is seen out, or fails where nobody can ask how it stands; all else goes by system calls."""
+    nixl = FakeNixl(breaks=threading.Event(), breaks_looks=is_lost)
+    with disk_over(nixl, tmp_path / "ssd") as disk, ThreadPoolExecutor(3) as pool:
+        under_way = pool.submit(write, disk)
         assert nixl.reached.wait(WAIT_S)
-        waiting = pool.submit(write, disk, 4)
-        until(lambda: disk.io._orders)  # type: ignore[attr-defined]
+        waiting = [pool.submit(write, disk, page) for page in (4, 12)]
+        until(lambda: len(disk.io._orders) == 2)  # type: ignore[attr-defined]
         assert nixl.breaks is not None
         nixl.breaks.set()
-        assert waiting.result(WAIT_S) == [None]
+        (error,) = under_way.result(WAIT_S)
+        assert error is None or is_lost
+        if is_lost:
+            assert (
+                isinstance(error, StorageFailed) and "a write was lost" in str(error) and "ssd_io threads" in str(error)
+            )
+        assert [each.result(WAIT_S) for each in waiting] == [[None], [None]]
         assert disk.io.name == "threads" and write(disk, 8) == [None]
-        assert stuck.is_alive(), "nobody knows whether its memory is still written to"
+        assert len(nixl.handles) == 1, "nothing more was posted"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_was_seen_out_was_not_given_back_before_it_ended(tmp_path: Path) -> None:
+    nixl = FakeNixl(breaks=threading.Event(), held=["WRITE"])
+    with disk_over(nixl, tmp_path / "ssd") as disk, ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(write, disk)
+        assert nixl.reached.wait(WAIT_S) and nixl.breaks is not None
+        nixl.reached.clear()
+        nixl.breaks.set()
+        assert nixl.reached.wait(WAIT_S), "it is looked at"
+        assert not under_way.done() and not nixl.handles[0].is_released
+        nixl.held = ()
+        assert under_way.result(WAIT_S) == [None]
+        until(lambda: nixl.handles[0].is_released)
 
 
 # --- what stands still ---------------------------------------------------------------------------------------

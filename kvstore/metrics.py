@@ -121,6 +121,7 @@ CLEANER_WAITING_CHUNKS: Final = _gauge("cleaner_waiting_chunks", "Chunks that ar
 CLEANER_UNSAVED_BYTES: Final = _gauge("cleaner_unsaved_bytes", "Bytes that are in DRAM only.")
 SSD_STATE: Final = _gauge("ssd_state", "0 in service (or none), 1 full, 2 failed.")
 DATA_PATH: Final = _gauge("data_path", "1 for each way in which other hosts can read this node's memory.", "path")
+DATA_PATH_DEGRADED: Final = _gauge("data_path_degraded", "1 where such a way is down, or dies again and again.", "path")
 NIXL_RESTARTS: Final = _counter("nixl_restarts", "NIXL processes that died and were replaced.")
 SSD_IO: Final = _gauge("ssd_io", "1 for the way in which pages get to and from the SSD.", "way")
 SSD_ERRORS: Final = _counter("ssd_errors", "What went wrong with the SSD.", "kind")

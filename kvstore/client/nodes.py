@@ -42,6 +42,8 @@ READS_AT_ONCE = 8
 """Reads layer by layer that are under way at a time; more wait for their turn, within their deadlines."""
 SICK_LIMIT_S = 8.0
 """Longest time that a node whose data do not come is asked after all others."""
+SICK_SHOWN_S = 60.0
+"""So long after that time it still counts as degraded, unless a read has worked."""
 
 
 class Nodes:
@@ -174,16 +176,24 @@ class Nodes:
         best = max(map(rank, matches))
         return random.choice([match for match in matches if rank(match) == best])
 
-    def note_data_path(self, info: NodeInfo, *, works: bool) -> None:
+    def note_data_path(self, info: NodeInfo, *, works: bool, why: str = "") -> None:
         """A read from this node has ended. One that fails is asked after all others for a while, longer each time."""
         if works:
-            self._sick.pop(info.node_id, None)
+            if self._sick.pop(info.node_id, None) is not None:
+                logger.info("node %s: its data come again", info.node_id)
             return
+        if info.node_id not in self._sick:
+            logger.warning("node %s: its data do not come (%s); others are asked first", info.node_id, why)
         pause_s = min(SICK_LIMIT_S, 2 * self._sick.get(info.node_id, (0.0, RETRY_EVERY_S / 2))[1])
         if len(self._sick) > 1024:
             self._sick.clear()
         self._sick[info.node_id] = time.monotonic() + pause_s, pause_s
         self.counters.add("data_path_failures")
+
+    def degraded_nodes(self) -> tuple[str, ...]:
+        """Ids of nodes whose data did not come when they were last asked, lately; they may well beat and answer."""
+        shown_from_s = time.monotonic() - SICK_SHOWN_S
+        return tuple(sorted(node for node, (until_s, _) in list(self._sick.items()) if until_s > shown_from_s))
 
     def node_info(self, node_id: str, epoch: int, deadline_s: float) -> NodeInfo:
         """What the index knows of a node; raises NotFound or Unreachable."""
@@ -321,6 +331,7 @@ class Nodes:
         usage = self.staging.usage()
         return {
             **self.counters.snapshot(),
+            "degraded_nodes": len(self.degraded_nodes()),
             "staging_free_bytes": usage.free_bytes,
             "staging_in_use_bytes": usage.in_use_bytes,
             "staging_quarantined_bytes": usage.quarantined_bytes,

@@ -238,7 +238,7 @@ class Reading:
                 break
         if self._given_up:
             return
-        self._nodes.note_data_path(info, works=self._reason not in _FAILED)
+        self._nodes.note_data_path(info, works=self._reason not in _FAILED, why=str(self._reason))
         if self._reason in _GONE:
             self._nodes.drop_peer(info.node_id, info.epoch)
 

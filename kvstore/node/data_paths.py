@@ -51,7 +51,7 @@ class DataPaths:
             authorize=lambda credential: shows_secret(secret, credential),
         )
         try:
-            self._nixl = _start_nixl(settings, arena, epoch)
+            self._nixl, self._why_not_nixl = _start_nixl(settings, arena, epoch)
         except ConfigurationError:
             self._tcp.stop()
             raise
@@ -71,12 +71,21 @@ class DataPaths:
         if self._nixl is not None:
             self._nixl.wake()
 
+    @property
+    def trouble(self) -> str:
+        """What is wrong with a way that this node offers, or should; empty: nothing that it can know of."""
+        why = self._nixl.trouble if self._nixl is not None else self._why_not_nixl
+        return f"nixl: {why}" if why else ""
+
     def figures(self) -> dict[str, Any]:
-        """For statistics."""
+        """For statistics. A way counts while it serves; a degraded one may serve and not be relied on."""
+        trouble = self.trouble
         return {
             "data_paths": ", ".join(self.names),
             "data_path_tcp": 1,
-            "data_path_nixl": int(self._nixl is not None),
+            "data_path_nixl": int(self._nixl is not None and self._nixl.is_serving),
+            "data_path_degraded_nixl": int(bool(trouble)),
+            "data_path_trouble": trouble,
             "tcp_connections": self._tcp.connection_count,
             "tcp_payload_bytes_sent": self._tcp.payload_bytes_sent,
             "nixl_restarts": self._nixl.restarts if self._nixl is not None else 0,
@@ -93,15 +102,16 @@ class DataPaths:
             self._nixl.stop()
 
 
-def _start_nixl(settings: NodeSettings, arena: DramArena, epoch: int) -> NixlProcess | None:
+def _start_nixl(settings: NodeSettings, arena: DramArena, epoch: int) -> tuple[NixlProcess | None, str]:
+    """What serves NIXL, or why it does not although this host has the devices."""
     forced = settings.transport == "nixl"
     if not forced and (settings.transport == "tcp" or not rdma_devices()):
-        return None  # NIXL over TCP is slower than tcp
+        return None, ""  # NIXL over TCP is slower than tcp
     devices = [device for device in settings.nixl_devices.split(",") if device]
     try:
         if not is_installed():
             raise ConfigurationError("NIXL is not installed: pip install 'kvstore[nixl]'")
-        return NixlProcess(
+        serving = NixlProcess(
             f"kvstore-{settings.node_id}",
             epoch,
             arena.fd,
@@ -109,11 +119,12 @@ def _start_nixl(settings: NodeSettings, arena: DramArena, epoch: int) -> NixlPro
             backend=settings.nixl_backend,
             devices=devices,
         )
+        return serving, ""
     except ConfigurationError as exc:
         if forced:
             raise
         logger.warning("RDMA devices %s are not used: %s", ", ".join(rdma_devices()), exc)
-        return None
+        return None, f"not used: {exc}"
 
 
 def read_secret(path: str) -> bytes:

@@ -35,6 +35,7 @@ _GAUGES: Final[dict[str, Gauge]] = {
     "cleaner_unsaved_bytes": metrics.CLEANER_UNSAVED_BYTES,
     "ssd_state": metrics.SSD_STATE,
     **{f"data_path_{path}": metrics.DATA_PATH.labels(path) for path in ("tcp", "nixl")},
+    "data_path_degraded_nixl": metrics.DATA_PATH_DEGRADED.labels("nixl"),
     **{f"ssd_io_{way}": metrics.SSD_IO.labels(way) for way in WAYS},
     "dram_free_slots": metrics.SLOTS.labels("dram", "free"),
     "dram_committed_slots": metrics.SLOTS.labels("dram", "committed"),

@@ -203,6 +203,12 @@ def test_b01_what_serves_nixl_is_killed_inside_a_payload_ten_times(pool: Pool, r
         old.add(serving)
     assert len(old) == 10 and not any(state_of(pid) for pid in old)
     assert len(nixl_processes(pool.near.process.pid)) == 2
+    stats = pool.near.stats()
+    assert (stats["data_path_nixl"], stats["data_path_degraded_nixl"]) == (1, 1), (
+        "it serves, but who knows for how long"
+    )
+    assert stats["data_path_trouble"] == "nixl: died 3 times within 60 s, last because it was ended by SIGKILL"
+    assert pool.far.stats()["data_path_degraded_nixl"] == 0 and pool.far.stats()["data_path_trouble"] == ""
 
 
 @pytest.mark.parametrize("transport", ["nixl"], indirect=True)

@@ -53,3 +53,24 @@ def test_b15_a_node_whose_data_did_not_come_is_asked_last_for_a_while(
     nodes.note_data_path(sick.node, works=True)
     assert chosen(nodes, sick, well) == {"sick"}
     assert nodes.counters.snapshot()["data_path_failures"] == 7
+
+
+def test_b15_a_node_whose_data_did_not_come_lately_is_named(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in the log, and until a read has worked or nobody has asked it for a while."""
+    now_s = [100.0]
+    monkeypatch.setattr(nodes_module.time, "monotonic", lambda: now_s[0])
+    for _ in range(3):
+        nodes.note_data_path(match("sick", 1).node, works=False, why="unreachable")
+    nodes.note_data_path(match("old", 1).node, works=False, why="deadline")
+    nodes.note_data_path(match("well", 1).node, works=True)
+    assert nodes.degraded_nodes() == ("old", "sick") and nodes.stats()["degraded_nodes"] == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "node sick: its data do not come (unreachable); others are asked first",
+        "node old: its data do not come (deadline); others are asked first",
+    ]
+    nodes.note_data_path(match("sick", 1).node, works=True)
+    assert nodes.degraded_nodes() == ("old",)
+    now_s[0] += 100.0
+    assert nodes.degraded_nodes() == () and nodes.stats()["degraded_nodes"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvstore.rpc.channel import parse_address
 from kvstore.rpc.serving import is_loopback
 from kvstore.tally import Tally
 from kvstore.transport.data_plane import CREDENTIAL_LIMIT_BYTES, DataPlane, DataPlaneServicer, shows_secret
+from kvstore.transport.interfaces import interface_of
 from kvstore.transport.nixl_agent import is_installed, path_name, rdma_devices
 from kvstore.transport.nixl_process import NixlProcess
 from kvstore.transport.tcp_server import TcpServer
@@ -118,6 +120,7 @@ def _start_nixl(settings: NodeSettings, arena: DramArena, epoch: int) -> tuple[N
             arena.size_bytes,
             backend=settings.nixl_backend,
             devices=devices,
+            interface=_interface(settings),
         )
         return serving, ""
     except ConfigurationError as exc:
@@ -125,6 +128,18 @@ def _start_nixl(settings: NodeSettings, arena: DramArena, epoch: int) -> tuple[N
             raise
         logger.warning("RDMA devices %s are not used: %s", ", ".join(rdma_devices()), exc)
         return None, f"not used: {exc}"
+
+
+def _interface(settings: NodeSettings) -> str:
+    """The interface of the address that other hosts read at, for UCX over TCP: there it would offer all that it finds,
+    also on a node bound to loopback, and a peer that has the same private address would connect to itself.
+    """
+    if settings.nixl_backend != "UCX" or settings.nixl_devices or rdma_devices() or "UCX_NET_DEVICES" in os.environ:
+        return ""
+    address = settings.advertise or parse_address(settings.data_address)[0]
+    if interface := interface_of(address):
+        logger.info("NIXL over TCP uses the interface of %s: %s", address, interface)
+    return interface
 
 
 def read_secret(path: str) -> bytes:

@@ -38,7 +38,8 @@ _GONE_S: Final = 1.0
 
 
 class NixlProcess:
-    """Offers the arena behind `arena_fd` over NIXL. Thread-safe.
+    """Offers the arena behind `arena_fd` over NIXL. Thread-safe. `interface`: the only one on which UCX listens and of
+    which it tells peers; empty: it takes what it finds.
 
     Raises ConfigurationError if the first start fails: NIXL is not there, or a back-end or device is not.
     """
@@ -52,6 +53,7 @@ class NixlProcess:
         *,
         backend: str = "UCX",
         devices: Sequence[str] = (),
+        interface: str = "",
     ) -> None:
         if not 0 < arena_bytes <= os.fstat(arena_fd).st_size:
             raise InvalidRequest(f"the arena's file has {os.fstat(arena_fd).st_size} bytes, not {arena_bytes}")
@@ -65,11 +67,15 @@ class NixlProcess:
             "backend": backend,
             "devices": list(devices),
         }
+        # NumPy would make threads that nobody needs, and a fork is for processes with one.
+        self._environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        if interface:
+            self._environment["UCX_NET_DEVICES"] = interface
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._plane: DataPlane | None = None
-        self._why_down = ""
+        self._why_down = self._why_died = ""
         self._deaths: deque[float] = deque(maxlen=DEATHS_LIMIT)
         self.pid = 0
         """Of the process that serves now, or served last."""
@@ -94,7 +100,7 @@ class NixlProcess:
         deaths = [at_s for at_s in list(self._deaths) if at_s > time.monotonic() - DEATHS_WINDOW_S]
         if len(deaths) < DEATHS_LIMIT:
             return ""
-        return f"died {DEATHS_LIMIT} times within {DEATHS_WINDOW_S:g} s, last because {self._why_down}"
+        return f"died {DEATHS_LIMIT} times within {DEATHS_WINDOW_S:g} s, last because {self._why_died}"
 
     def plane(self) -> DataPlane:
         """What it offers. Raises Unreachable while a new process starts."""
@@ -150,13 +156,12 @@ class NixlProcess:
 
     def _run(self, started: Future[None]) -> None:
         """Start a process and listen to it until it has ended. Raises OSError where there is none to be had."""
-        # NumPy would make threads that nobody needs, and a fork is for processes with one.
         process = subprocess.Popen(
             [sys.executable, "-m", "kvstore.transport.nixl_owner", json.dumps(self._job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self._arena_fd,),
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            env=self._environment,
         )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
@@ -195,7 +200,7 @@ class NixlProcess:
     def _note_end(self, why: str) -> None:
         if self._plane is not None:
             self._deaths.append(time.monotonic())
-            self._plane = None
+            self._plane, self._why_died = None, why
             if not self._stopping.is_set():
                 logger.warning("the process that serves NIXL is gone: %s", why)
         self._why_down = why

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,20 @@ def test_b01_what_serves_nixl_is_stopped_and_goes_on_or_not(pool: Pool, reader: 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     until(lambda: state_of(pid) == "T")
+
+
+def test_f08_on_loopback_nixl_listens_nowhere_else(pool: Pool) -> None:
+    """It listened on all interfaces of the host."""
+    descriptors = [str(entry.readlink()) for entry in Path(f"/proc/{pool.far.nixl}/fd").iterdir()]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in descriptors]
+    assert listening and {address.partition(":")[0] for address in listening} == {"0100007F"}
+    assert not any(line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in descriptors for line in _tcp6())
+
+
+def _tcp6() -> list[str]:
+    listed = Path("/proc/net/tcp6")
+    return listed.read_text().splitlines()[1:] if listed.exists() else []
 
 
 def test_b01_the_metadata_service_is_killed_inside_a_payload(pool: Pool, reader: Reader) -> None:

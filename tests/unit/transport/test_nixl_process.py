@@ -104,6 +104,7 @@ def test_processes_that_die_are_replaced_until_one_serves(
     os.kill(first, signal.SIGKILL)
     until(lambda: process.restarts == 1)
     assert process.plane().epoch == 1 and process.pid != first and starts(tmp_path) == 4
+    assert process._why_died == "what starts it ended with status -9"
     process.stop()
     with pytest.raises(Unreachable):
         process.plane()

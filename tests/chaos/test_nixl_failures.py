@@ -233,6 +233,23 @@ def stop(pid: int) -> None:
     until(lambda: state_of(pid) == "T")
 
 
+@pytest.mark.parametrize("transport", ["nixl"], indirect=True)
+def test_b02_a_reader_is_killed_inside_a_payload_again_and_again(pool: Pool, reader: Reader, transport: str) -> None:
+    """What serves NIXL may go with it; another reader goes on with what serves next, and the node does not notice."""
+    near = pool.near.process.pid
+    for _ in range(3):
+        victim = pool.processes.client(None, metadata=pool.metadata_address, transport="nixl", layout="mib")
+        until(lambda victim=victim: victim.do("read", prompt=NEAR, chunks=CHUNKS)["chunks"] == CHUNKS)  # type: ignore[misc]
+        victim.do("hold_payload")
+        victim.tell(step="read", prompt=NEAR, chunks=CHUNKS)
+        assert victim.hear() == {"held": "payload"}
+        victim.kill()
+        until(lambda: reader.whole(NEAR), BACK_S)
+        assert reader.whole(SHARED) and reader.whole(FAR)
+    assert pool.near.process.pid == near and state_of(near) not in ("", "Z")
+    until(lambda: pool.near.stats()["leases"] == 0, 30.0)
+
+
 def test_f08_on_loopback_nixl_listens_nowhere_else(pool: Pool) -> None:
     """It listened on all interfaces of the host."""
     descriptors = [str(entry.readlink()) for entry in Path(f"/proc/{pool.far.nixl}/fd").iterdir()]

@@ -71,6 +71,8 @@ class Nodes:
         self._name = name or f"pid {os.getpid()}"
         self._lock = threading.RLock()
         self._peers: dict[tuple[str, int], Peer] = {}
+        self._meeting: dict[str, threading.Lock] = {}
+        """By node: one thread at a time connects to it, so that it does not get a session from each."""
         self._bad_until: dict[str, float] = {}
         self._sick: dict[str, tuple[float, float]] = {}
         """By node: until when it is asked last, and how long that was."""
@@ -190,6 +192,14 @@ class Nodes:
         self._sick[info.node_id] = time.monotonic() + pause_s, pause_s
         self.counters.add("data_path_failures")
 
+    def leave_alone(self, info: NodeInfo) -> None:
+        """This incarnation could not be read: do not ask it for a moment, each time costs it a session."""
+        self._mark_bad(f"{info.node_id} {info.epoch}")
+
+    def is_left_alone(self, info: NodeInfo) -> bool:
+        """True for half a second after `leave_alone`."""
+        return self._is_bad(f"{info.node_id} {info.epoch}")
+
     def degraded_nodes(self) -> tuple[str, ...]:
         """Ids of nodes whose data did not come when they were last asked, lately; they may well beat and answer."""
         shown_from_s = time.monotonic() - SICK_SHOWN_S
@@ -242,7 +252,25 @@ class Nodes:
         return None if host is not None and node is not None and node.node_id == host.info.node_id else node
 
     def peer(self, info: NodeInfo, deadline_s: float) -> Peer:
-        """The connection to another node; raises Unreachable, also for a while after it failed."""
+        """The connection to another node; raises Unreachable, also for a while after it failed, DeadlineExceeded."""
+        if self._is_bad(info.control_address):
+            raise Unreachable(f"node {info.node_id} did not answer a moment ago")
+        end_s = time.monotonic() + deadline_s
+        with self._lock:
+            known = self._peers.get((info.node_id, info.epoch))
+            if known is not None:
+                return known
+            if len(self._meeting) > 1024:
+                self._meeting.clear()
+            meeting = self._meeting.setdefault(info.node_id, threading.Lock())
+        if not meeting.acquire(timeout=deadline_s):
+            raise DeadlineExceeded(f"another thread is still connecting to node {info.node_id}")
+        try:
+            return self._meet(info, max(0.001, end_s - time.monotonic()))
+        finally:
+            meeting.release()
+
+    def _meet(self, info: NodeInfo, deadline_s: float) -> Peer:
         if self._is_bad(info.control_address):
             raise Unreachable(f"node {info.node_id} did not answer a moment ago")
         place = info.node_id, info.epoch
@@ -264,10 +292,8 @@ class Nodes:
             self._mark_bad(info.control_address)
             raise
         with self._lock:
-            known = self._peers.setdefault(place, fresh)
-        if known is not fresh:
-            fresh.close()
-        return known
+            self._peers[place] = fresh
+        return fresh
 
     def drop_peer(self, node_id: str, epoch: int) -> None:
         """Forget a connection that failed; the next use makes a new one."""

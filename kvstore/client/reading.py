@@ -220,6 +220,9 @@ class Reading:
     def _read_peer(self, info: NodeInfo, ticket_id: bytes, wait_ms: int, end_s: float | None = None) -> None:
         """Read from one node until `end_s`, by default as long as the whole read may take."""
         end_s = self._end_s if end_s is None else end_s
+        if self._nodes.is_left_alone(info):
+            self._reason = MissReason.UNREACHABLE
+            return
         for _ in range(FENCE_RETRIES):
             if self.complete:
                 return
@@ -239,6 +242,8 @@ class Reading:
         if self._given_up:
             return
         self._nodes.note_data_path(info, works=self._reason not in _FAILED, why=str(self._reason))
+        if self._reason is MissReason.UNREACHABLE:
+            self._nodes.leave_alone(info)
         if self._reason in _GONE:
             self._nodes.drop_peer(info.node_id, info.epoch)
 

@@ -97,7 +97,7 @@ def watched(tmp_path: Path, processes: Processes) -> Iterator[Watched]:
             worker = node.workers
             serving = [pid for each in worker for pid in nixl_processes(each)]
         until(lambda: not any(state_of(pid) for pid in (*worker, *serving)))
-    until(lambda: Held.now().agents == before.agents and Held.now().threads <= before.threads)
+    until(lambda: (now := Held.now()).agents <= before.agents and now.threads <= before.threads)
 
 
 def test_b02_a_worker_is_killed_and_the_next_one_offers_its_memory_over_nixl(watched: Watched) -> None:
@@ -147,7 +147,7 @@ def test_b11_owners_started_at_once_are_read_each_by_itself() -> None:
         for number in (2, 3, 4):
             assert np.array_equal(read_of(owners[number]), page_of(number))
     assert not nixl_processes(os.getpid())
-    until(lambda: Held.now().agents == before.agents and Held.now().threads <= before.threads)
+    until(lambda: (now := Held.now()).agents <= before.agents and now.threads <= before.threads)
 
 
 def page_of(number: int) -> Any:

@@ -14,8 +14,8 @@ NIXL's own thread would spin.
 
 JOB is a JSON object: `parent` (its process), `name`, `epoch`, `arena_fd`, `arena_bytes`, `backend`, `devices`. What
 it says is a JSON object a line: `{"pid": number, "plane": data plane}` (metadata in base64) from each process
-that serves, and `{"down": text}` when one ended or could not start. Each byte on standard input says that peers read;
-its end, and the parent's, end all of it.
+that serves, `{"refused": text}` from one that cannot, `{"down": text}` when one ended. Each byte on standard input says
+that peers read; its end, and the parent's, end all of it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def serve_job(job: dict[str, Any], beat: Beat) -> int:
         registration = agent.register(address, job["arena_bytes"])
         plane = DataPlane(job["epoch"], job["backend"], agent.metadata(), address, job["arena_bytes"], rdma_devices())
     except KvStoreError as exc:
-        say(down=str(exc))
+        say(refused=str(exc))
         return SAID_WHY
     beat.strike()
     say(pid=os.getpid(), plane=plane_to_json(plane))
@@ -118,7 +118,7 @@ def main() -> int:
     try:
         preload(job["backend"])
     except KvStoreError as exc:
-        say(down=str(exc))
+        say(refused=str(exc))
         return 1
     if thread_count() > 1:  # a fork would leave the locks of the others locked for good: serve here
         return serve_job(job, Beat())

@@ -26,6 +26,8 @@ from kvstore.transport.nixl_owner import plane_from_json
 
 logger = logging.getLogger(__name__)
 START_S: Final = 60.0
+START_TRIES: Final = 3
+"""A first start that is killed is tried again so often: a node that takes over its memory must not go with it."""
 BACK_OFF_S: Final = 0.1
 BACK_OFF_LIMIT_S: Final = 5.0
 """Wait before another start: this, doubled with each one in a row that did not come to serve for so long."""
@@ -41,7 +43,7 @@ class NixlProcess:
     """Offers the arena behind `arena_fd` over NIXL. Thread-safe. `interface`: the only one on which UCX listens and of
     which it tells peers; empty: it takes what it finds.
 
-    Raises ConfigurationError if the first start fails: NIXL is not there, or a back-end or device is not.
+    Raises ConfigurationError if it cannot be started: NIXL is not there, or a back-end or device is not.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class NixlProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._plane: DataPlane | None = None
         self._why_down = self._why_died = ""
+        self._is_refused = False
         self._deaths: deque[float] = deque(maxlen=DEATHS_LIMIT)
         self.pid = 0
         """Of the process that serves now, or served last."""
@@ -136,8 +139,8 @@ class NixlProcess:
             os.close(self._arena_fd)
 
     def _keep_going(self, started: Future[None]) -> None:
-        """Raises what the first start does."""
-        pause_s = BACK_OFF_S
+        """Raises ConfigurationError or OSError where none comes to serve at first."""
+        pause_s, tries = BACK_OFF_S, 0
         while not self._stopping.is_set():
             began_s = time.monotonic()
             try:
@@ -146,9 +149,11 @@ class NixlProcess:
                 if not started.done():
                     raise
                 self._why_down = f"it could not be started: {exc.strerror or exc}"
-            if not started.done():
+            tries += 1
+            took_s = time.monotonic() - began_s
+            if not started.done() and (self._is_refused or tries >= START_TRIES or took_s >= START_S):
                 raise ConfigurationError(f"the NIXL process did not start: {self._why_down}")
-            if time.monotonic() - began_s > BACK_OFF_LIMIT_S:
+            if took_s > BACK_OFF_LIMIT_S:
                 pause_s = BACK_OFF_S
             if not self._stopping.wait(pause_s):
                 logger.warning("NIXL's processes are gone (%s); starting others", self._why_down)
@@ -194,6 +199,9 @@ class NixlProcess:
             self.restarts += self.pid != 0
             self.pid, self._plane = message["pid"], plane_from_json(message["plane"])
             logger.info("NIXL is served by process %d", self.pid)
+        elif "refused" in message:
+            self._is_refused = True
+            self._note_end(message["refused"])
         elif "down" in message:
             self._note_end(message["down"])
 

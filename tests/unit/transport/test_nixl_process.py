@@ -16,7 +16,7 @@ import pytest
 from kvstore.errors import ConfigurationError, Unreachable
 from kvstore.transport import nixl_process
 from kvstore.transport.nixl_owner import plane_to_json
-from kvstore.transport.nixl_process import DEATHS_LIMIT, NixlProcess
+from kvstore.transport.nixl_process import DEATHS_LIMIT, START_TRIES, NixlProcess
 from tests.chaos.nixl_nodes import Held, nixl_processes, nixl_server, only_tcp, state_of
 from tests.chaos.pool_processes import until
 
@@ -32,7 +32,7 @@ starts.write_text(str(number + 1))
 os.fstat(job["arena_fd"])
 behaviour = {behaviours!r}[min(number, len({behaviours!r}) - 1)]
 if behaviour == "refuse":
-    print(json.dumps({{"down": "64 bytes could not be registered for the network"}}), flush=True)
+    print(json.dumps({{"refused": "64 bytes could not be registered for the network"}}), flush=True)
     sys.exit(1)
 if behaviour == "crash":
     os.kill(os.getpid(), 9)
@@ -88,10 +88,17 @@ def test_b13_a_start_that_fails_is_one_clear_message(
     assert not nixl_processes(os.getpid())
 
 
-def test_a_start_that_crashes_says_so(behaving: Callable[..., None], arena_fd: int) -> None:
-    behaving("crash")
+def test_a_start_that_crashes_is_tried_again_and_then_says_so(
+    behaving: Callable[..., None], arena_fd: int, tmp_path: Path
+) -> None:
+    """A node that was to take over its memory went with the first one that something killed."""
+    behaving("crash", "crash", "serve", "crash")
+    process = NixlProcess("node", 1, arena_fd, 4096)
+    assert process.is_serving and process.restarts == 0 and starts(tmp_path) == 3
+    process.stop()
     with pytest.raises(ConfigurationError, match=r"did not start: .*ended with status -9"):
         NixlProcess("node", 1, arena_fd, 4096)
+    assert starts(tmp_path) == 3 + START_TRIES
 
 
 def test_processes_that_die_are_replaced_until_one_serves(

@@ -42,6 +42,8 @@ def bind(client: Client, head_page_bytes: int, pages: int, *, checksums: bool, r
 class Destination:
     """Scatters chunk i of the keys to the piece that the random order names."""
 
+    scatters_at_once = gathers_at_once = True
+
     def __init__(self, pieces: np.ndarray, order: list[int]) -> None:
         self._pieces, self._order = pieces, order
 

@@ -7,10 +7,11 @@ Both sides are cut into items (see `items`): where the engine keeps a head page 
 layer of a chunk is `pages x heads` of them; an NHD engine has an item a token and head. All layers of an engine
 have the same strides, so one table of places serves them all.
 
-numpy moves items fastest when they are opaque: as a `V<item_bytes>` array a page list is one call a layer (`put`
-by fancy index, `take` with `out`), about 0.75 of a memcpy of the whole chunk at 16 KiB a page. Assigning page by
-page or calling memmove through ctypes costs more in Python than it saves; bytes or int64 as items cost an inner
-loop. `bench/engine_copy.py` and `bench/reshard.py` measure it.
+A page list is one numpy call a layer (`put` by fancy index, `take` with `out`), about 0.75 of a memcpy of the whole
+chunk at 16 KiB a page. Assigning page by page or calling memmove through ctypes costs more in Python than it saves.
+Short items move fastest when they are opaque (`V<item_bytes>`): rows of bytes cost an inner loop, twice the time at
+512 bytes. But numpy keeps the interpreter's lock while it puts opaque items, and gives it up for rows of bytes: from
+2 KiB on two threads that put rows beat any form of one. `bench/engine_copy.py` and `bench/reshard.py` measure it.
 
 Invariant: a view never reaches outside the tensor that it was made from, and block ids are checked once, at the
 start, so a wrong id is an error here and never a stray write. Not done here: any decision about what to load.
@@ -29,8 +30,9 @@ from engine_adapter.pieces import Bytes, EngineShape, check_writeable, checked_b
 from engine_adapter.views import HeadPages
 from kvstore.errors import InvalidRequest, LayoutMismatch
 
-Items = npt.NDArray[np.void]
-"""Runs of bytes as opaque items."""
+Items = npt.NDArray[np.void] | Bytes
+"""Runs of bytes: opaque items, or from `ROW_BYTES` on rows of bytes, with one dimension more."""
+ROW_BYTES = 2048
 
 
 class PagedKv:
@@ -41,10 +43,14 @@ class PagedKv:
     i, the same in all layers: `pages_per_chunk` of them, more or fewer where blocks are not as long as stored pages.
     `layer_offset` and `head_offset`: place of the engine's first layer and KV head in the model.
 
-    Holds references to the tensors; their storage must not be resized or freed by other means meanwhile. Not for
-    concurrent use on the same chunk. Raises LayoutMismatch for shapes that do not fit, InvalidRequest for block
-    ids out of range and for tensors that are not in CPU memory.
+    Holds references to the tensors; their storage must not be resized or freed by other means meanwhile. Several
+    threads may copy at a time, each another chunk. Raises LayoutMismatch for shapes that do not fit, InvalidRequest
+    for block ids out of range and for tensors that are not in CPU memory.
     """
+
+    scatters_at_once = True
+    """But not `gathers_at_once`: taking checksums keeps the interpreter's lock, and a layer is too short a call to get
+    it back for (measured: no gain at 256 KiB a layer of a chunk, a loss below)."""
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class PagedKv:
         check_writeable(slot)
         for items, places, stored in self._matched(index, slot, layer_start, head_start):
             # mode="clip": the default buffers `out`. No place is ever clipped, they were checked at the start.
-            items.take(places, out=stored, mode="clip")
+            items.take(places, axis=0, out=stored, mode="clip")
 
     def _matched(
         self, index: int, piece: Bytes, layer_start: int, head_start: int
@@ -114,8 +120,7 @@ class _Part:
 
     def __init__(self, pages: HeadPages, number: int) -> None:
         self._cut = cut_items(pages, number)
-        self._item = np.dtype(f"V{self._cut.item_bytes}")
-        self.layers = [_items(layer[number], self._cut, self._item) for layer in pages.layers]
+        self.layers = [_items(layer[number], self._cut) for layer in pages.layers]
 
     def places(self, blocks: Places, units: Places, head_start: int, head_stop: int) -> Places:
         """Places (pages, heads, units, *inside) of the items of one chunk, whose units lie there (pages, units)."""
@@ -126,13 +131,18 @@ class _Part:
 
     def stored_items(self, piece: Bytes) -> Items:
         """The same items of a stored piece: (layers, pages, heads, units, *inside)."""
-        shaped = piece.reshape(*piece.shape[:3], *self._cut.stored_shape)[self._cut.which]
-        return shaped.view(self._item)[..., 0]
+        return _as_items(piece.reshape(*piece.shape[:3], *self._cut.stored_shape)[self._cut.which])
 
 
-def _items(view: torch.Tensor, cut: ItemCut, item: np.dtype[np.void]) -> Items:
+def _as_items(rows: Bytes) -> Items:
+    """The last dimension as items."""
+    return rows if rows.shape[-1] >= ROW_BYTES else rows.view(f"V{rows.shape[-1]}")[..., 0]
+
+
+def _items(view: torch.Tensor, cut: ItemCut) -> Items:
     """The memory from the first to the last byte of a view, as items."""
     if view.device.type != "cpu":
         raise InvalidRequest(f"KV on {view.device} is copied by engine_adapter.device_copy.DevicePagedKv")
     elements = cut.count * cut.item_bytes // view.element_size()
-    return view.detach().as_strided((elements,), (1,)).view(torch.uint8).numpy().view(item)
+    memory: Bytes = view.detach().as_strided((elements,), (1,)).view(torch.uint8).numpy()
+    return _as_items(memory.reshape(-1, cut.item_bytes))

@@ -15,6 +15,8 @@ from kvstore.model.layout import PageLayout, Rectangle
 class ChunkArray:
     """An array (n, layers, pages, heads, head_page_bytes), uint8, of one rectangle."""
 
+    scatters_at_once = gathers_at_once = True
+
     def __init__(self, array: Bytes, rectangle: Rectangle) -> None:
         self._array = array
         self._layer, self._head = rectangle.layer_start, rectangle.head_start

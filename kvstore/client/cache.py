@@ -267,7 +267,9 @@ class Cache:
             answer = host.api.reserve(keys, self.shard, ticket_id, _left(end_s), chunks or ())
         else:
             answer = ReserveAnswer(0, [Outcome.LEFT_TO_OTHERS] * len(keys), [0] * len(keys))
-        return PendingWrite(host, self.layout, self.rectangle, keys, answer, end_s, self._checksums)
+        return PendingWrite(
+            host, self.layout, self.rectangle, keys, answer, end_s, self._checksums, self._nodes.copiers
+        )
 
     def remove(self, keys: Keys, *, deadline_s: float = 5.0) -> int:
         """Remove these chunks and everything below them from the own host's node; returns how many went."""

@@ -28,7 +28,7 @@ from types import TracebackType
 
 from kvstore.client.nodes import Nodes
 from kvstore.client.reading import Reading
-from kvstore.client.values import Bytes, Destination, ReadResult
+from kvstore.client.values import Bytes, Destination, ReadResult, scatters_at_once
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
@@ -194,7 +194,9 @@ class _Read:
         self._chunks = chunks
         self._next, self._stop = wanted.layer_start, wanted.layer_stop
         self._open = True
-        self._writing, self._moving = threading.Lock(), threading.Lock()
+        self.scatters_at_once = scatters_at_once(destination)
+        self._writers = 0
+        self._writing, self._moving = threading.Condition(), threading.Lock()
         self._connection: Connection | None = None
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
@@ -202,17 +204,23 @@ class _Read:
         with self._writing:
             if not self._open:
                 raise _Closed
+            self._writers += 1
+        try:
             self._destination.scatter(index, piece, layer_start, head_start)
+        finally:
+            with self._writing:
+                self._writers -= 1
+                self._writing.notify_all()
 
     def close(self) -> None:
-        """Wait for the piece that is being written; no other is written afterwards, and nothing more is moved."""
-        self._open = False  # before the lock: it is not fair, and the next piece must not come first for ever
+        """Wait for the pieces that are being written; no other is written afterwards, and nothing more is moved."""
+        self._open = False  # before the lock, which the next piece may get first
         self.reading.give_up()
         with self._moving:
             if self._connection is not None:
                 self._connection.cancel()
         with self._writing:
-            pass
+            self._writing.wait_for(lambda: not self._writers)
 
     def on_connection(self, connection: Connection | None) -> None:
         """What moves bytes now; nothing may once the read is given up."""

@@ -10,8 +10,9 @@ import platform
 import time
 from dataclasses import dataclass
 
+from kvstore.client.copiers import ALONE, Copiers
 from kvstore.client.host import HostNode
-from kvstore.client.values import Destination, synchronize
+from kvstore.client.values import Destination, scatters_at_once, synchronize
 from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.prefix import Keys
@@ -48,15 +49,20 @@ def read_local(
     destination: Destination,
     end_s: float,
     *,
+    copiers: Copiers = ALONE,
     verify: bool = not STRONG_ORDER,
 ) -> LocalRead:
-    """Deliver the longest prefix that this node holds. `end_s`: monotonic time after which nothing new is begun."""
+    """Deliver the longest prefix that this node holds. `end_s`: monotonic time after which nothing new is begun.
+
+    `copiers` copy, where the destination lets several threads call it.
+    """
+    copiers = copiers if scatters_at_once(destination) else ALONE
     done = retries = 0
     while True:
         if not host.alive:
             return LocalRead(done, MissReason.SESSION_LOST, retries)
         found = host.reader.find(keys.slice(done, len(keys)) if done else keys, rectangle)
-        run = _Run(host, layout, rectangle, found, verify)
+        run = _Run(host, layout, rectangle, found, copiers, verify)
         copied, reason = run.copy(done, destination, end_s)
         done += copied
         if reason in _RETRIED and retries < FENCE_RETRIES and time.monotonic() < end_s:
@@ -68,11 +74,20 @@ def read_local(
 class _Run:
     """The copy of one run of found chunks, and whether it holds."""
 
-    def __init__(self, host: HostNode, layout: PageLayout, rectangle: Rectangle, found: Found, verify: bool) -> None:
+    def __init__(
+        self,
+        host: HostNode,
+        layout: PageLayout,
+        rectangle: Rectangle,
+        found: Found,
+        copiers: Copiers,
+        verify: bool,
+    ) -> None:
         self._host = host
         self._layout = layout
         self._found = found
-        self._step = max(1, BATCH_BYTES // layout.payload_bytes(rectangle))
+        self._piece_bytes = layout.payload_bytes(rectangle)
+        self._copiers = copiers
         self._verify = verify
         if found.geometry is None:
             return
@@ -87,26 +102,25 @@ class _Run:
         """(chunks that hold, why not more). Chunk i of the run is chunk `first + i` of the destination."""
         run, reader = self._found.run, self._host.reader
         offsets = self._found.offsets.tolist() if run else []
-        for begin in range(0, run, self._step):
+
+        def work(index: int) -> MissReason | None:
+            return self._copy_chunk(index, offsets[index], first, destination)
+
+        step = max(1, BATCH_BYTES // self._piece_bytes)
+        for begin in range(0, run, step):
             if time.monotonic() >= end_s:
                 return begin, MissReason.DEADLINE
-            stop = min(begin + self._step, run)
-            reason = None
             try:
-                for index in range(begin, stop):
-                    reason = self._copy_chunk(index, offsets[index], first, destination)
-                    if reason is not None:
-                        stop = index
-                        break
+                copied, reason = self._copiers.each(range(begin, min(begin + step, run)), self._piece_bytes, work)
             finally:
                 # Before the second look: what is copied after it may be of somebody else. Also when the destination
                 # raises: its caller computes into the same blocks then.
                 synchronize(destination)
-            held = reader.confirm(self._found.part(begin, stop))
-            if held < stop - begin:
+            held = reader.confirm(self._found.part(begin, begin + copied))
+            if held < copied:
                 return begin + held, MissReason.FENCE
             if reason is not None:
-                return stop, reason
+                return begin + copied, reason
         return run, None
 
     def _copy_chunk(self, index: int, offsets: list[int], first: int, destination: Destination) -> MissReason | None:

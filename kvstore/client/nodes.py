@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvstore.client.copiers import Copiers
 from kvstore.client.counters import Counters
 from kvstore.client.host import HostNode, SocketHost
 from kvstore.client.peers import Peer
@@ -47,7 +48,7 @@ SICK_SHOWN_S = 60.0
 
 
 class Nodes:
-    """Thread-safe; of no use in a forked child. `counters` and `staging` are shared by all its users."""
+    """Thread-safe; of no use in a forked child. `counters`, `staging` and `copiers` are shared by all its users."""
 
     def __init__(
         self,
@@ -57,11 +58,13 @@ class Nodes:
         *,
         way: Way = Way(),  # noqa: B008 (a value)
         staging_bytes: int = 64 << 20,
+        copy_threads: int = 0,
         name: str = "",
         host: HostNode | None = None,
     ) -> None:
         self.counters = Counters()
         self.staging = Staging(staging_bytes)
+        self.copiers = Copiers(copy_threads)
         self.transport = way.choice
         self._transports = Transports(way, self.staging.memory, self.counters)
         self._host_path = host_path
@@ -383,6 +386,7 @@ class Nodes:
         for threads in (self._readers, self._prefetcher, self._background):
             if threads is not None:
                 threads.shutdown(wait=True, cancel_futures=True)
+        self.copiers.close()
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
             host, self._host, self._host_path = self._host, None, None

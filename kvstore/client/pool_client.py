@@ -30,6 +30,7 @@ def connect(
     nixl_devices: Sequence[str] = (),
     peer_secret: bytes = b"",
     staging: str | int = "64MiB",
+    copy_threads: int = 0,
     name: str = "",
     host_id: str = "",
     deadline_s: float = 5.0,
@@ -40,6 +41,8 @@ def connect(
     tcp; shm, tcp and nixl force one. The node is on this host if it hands its memory over and its host id is `host_id`;
     empty: the hand-over alone decides. `nixl_backend`: UCX or LIBFABRIC, `nixl_devices`: the network devices to use,
     all by default. `peer_secret`: what nodes ask of those who read their memory over the network, where it is set.
+    `copy_threads`: of one large read or write through shared memory, the caller's among them; 1 copies on the caller's
+    thread only, 0 takes one a usable CPU, at most 4.
     Raises Unreachable if the node does not answer, ConfigurationError for shm where memory cannot be shared and for
     nixl where it is not installed.
     """
@@ -53,7 +56,7 @@ def connect(
     path = host.path if host is not None else None
     index = RemoteIndex(metadata) if metadata else None
     way = Way(transport, nixl_backend, tuple(nixl_devices), peer_secret)
-    return Client(path, own, index, way=way, staging_bytes=size, name=name, host=host)
+    return Client(path, own, index, way=way, staging_bytes=size, copy_threads=copy_threads, name=name, host=host)
 
 
 def _meet(

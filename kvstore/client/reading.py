@@ -16,7 +16,7 @@ from kvstore.client.local import LocalRead, read_local
 from kvstore.client.nodes import Nodes
 from kvstore.client.pipeline import Delivery
 from kvstore.client.remote import RemoteRead, read_remote
-from kvstore.client.values import Bytes, Destination, ReadResult, is_asynchronous, synchronize
+from kvstore.client.values import Bytes, Destination, ReadResult, is_asynchronous, scatters_at_once, synchronize
 from kvstore.errors import DeadlineExceeded, KvStoreError
 from kvstore.model.layout import Rectangle
 from kvstore.model.namespace import Namespace
@@ -170,10 +170,11 @@ class Reading:
         """What is in its DRAM: group by group if all of it is there, else at once, because nobody waits for less."""
         layout, end_s = self._namespace.layout, self._end_s
         if not grouped or not host.alive or host.reader.find(rest, self._wanted).run < len(rest):
-            return read_local(host, layout, rest, self._wanted, into, end_s)
+            return read_local(host, layout, rest, self._wanted, into, end_s, copiers=self._nodes.copiers)
         done = LocalRead(len(rest), None, 0)
         for number, group in enumerate(self._groups):
-            part = read_local(host, layout, rest.slice(0, done.chunks), group, into, end_s)
+            left = rest.slice(0, done.chunks)
+            part = read_local(host, layout, left, group, into, end_s, copiers=self._nodes.copiers)
             retries = done.retries + part.retries
             # A chunk that went under the copy is left out of the next groups; the first reason is the one to tell.
             done = replace(part if part.chunks < done.chunks else done, retries=retries)
@@ -298,6 +299,7 @@ class _Shifted:
     def __init__(self, destination: Destination, by: int) -> None:
         self._destination = destination
         self._by = by
+        self.scatters_at_once = scatters_at_once(destination)
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination."""

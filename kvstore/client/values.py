@@ -77,7 +77,11 @@ class WriteResult:
 
 
 class Destination(Protocol):
-    """Takes pages out of pool memory."""
+    """Takes pages out of pool memory.
+
+    One that has an attribute `scatters_at_once`, and it is True, may be called by several threads at a time, each for
+    another chunk; large reads are copied so. Every call has ended before the read goes on to what comes next.
+    """
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """Copy `piece` (uint8 view, (layers, pages, heads, head_page_bytes)) of chunk `index` to its place.
@@ -89,13 +93,23 @@ class Destination(Protocol):
 
 
 class Source(Protocol):
-    """Puts pages into pool memory."""
+    """Puts pages into pool memory. `gathers_at_once` as `scatters_at_once` of a `Destination`."""
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """Fill `slot` (writable uint8 view, (layers, pages, heads, head_page_bytes)) with chunk `index`.
 
         `layer_start` and `head_start` as in `Destination.scatter`. Unused tokens of a partial chunk are zero.
         """
+
+
+def scatters_at_once(destination: Destination) -> bool:
+    """True if several threads may call its `scatter` at a time."""
+    return getattr(destination, "scatters_at_once", False) is True
+
+
+def gathers_at_once(source: Source) -> bool:
+    """True if several threads may call its `gather` at a time."""
+    return getattr(source, "gathers_at_once", False) is True
 
 
 class Asynchronous(Protocol):

@@ -15,8 +15,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.copiers import ALONE, Copiers
 from kvstore.client.host import HostNode
-from kvstore.client.values import Asynchronous, Bytes, Source, WriteResult, is_asynchronous
+from kvstore.client.values import Asynchronous, Bytes, Source, WriteResult, gathers_at_once, is_asynchronous
 from kvstore.errors import ForkedProcess, InvalidRequest, KvStoreError, SessionLost
 from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
@@ -25,8 +26,9 @@ from kvstore.model.values import Outcome
 from kvstore.node import CommitAnswer, ReserveAnswer
 
 UNIT_BYTES = 4096
-CACHE_BYTES = 512 << 10
-"""What is copied before its checksums are taken; half of a common second-level cache."""
+CACHE_BYTES = 1 << 20
+"""What is copied before its checksums are taken, as much as a common second-level cache holds. Two threads that copy
+change places here, since taking checksums keeps the interpreter's lock: with half of it they win nothing."""
 _ROUNDS = 3
 """Second looks at keys in progress; what is still in progress then is left to its writer."""
 _ABORT_S = 1.0
@@ -64,6 +66,8 @@ class PendingWrite:
     answer: ReserveAnswer
     deadline_s: float
     checksums: bool = True
+    copiers: Copiers = ALONE
+    """Copy and take checksums, where the source lets several threads call it."""
     outcomes: list[Outcome] = field(init=False)
     _shape: tuple[int, int, int, int] = field(init=False)
     _payload_bytes: int = field(init=False)
@@ -117,26 +121,27 @@ class PendingWrite:
             raise SessionLost("the node's session ended; what was not committed is lost")
         first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
         bits = (1 << last) - (1 << first)
-        gather, head_start, filled = source.gather, self.rectangle.head_start, self._filled
-        copying = source if is_asynchronous(source) else None
-        if copying is not None:
-            self._copying[id(source)] = copying
-        for index in tuple(self._slots) if chunks is None else chunks:
-            if index not in self._slots:
-                continue
-            pages = self._pages(index)[first:last]
-            state = filled.get(index)
-            if state is None:
-                state = filled[index] = _Filled(0, None)
-            if self.checksums and copying is None:
+        asynchronous = source if is_asynchronous(source) else None
+        if asynchronous is not None:
+            self._copying[id(source)] = asynchronous
+        sums_now = self.checksums and asynchronous is None
+        places = tuple(self._slots) if chunks is None else tuple(i for i in dict.fromkeys(chunks) if i in self._slots)
+        for index in places:
+            self._filled.setdefault(index, _Filled(0, None))
+
+        def put(index: int) -> None:
+            pages, state = self._pages(index)[first:last], self._filled[index]
+            if sums_now:
                 self._copy_and_sum(index, pages, layer_start, source, state)
             else:
-                gather(index, pages, layer_start, head_start)
-                if self.checksums:
-                    self._unsummed.append((index, first, last))
+                source.gather(index, pages, layer_start, self.rectangle.head_start)
             state.layers |= bits
-        if copying is not None:
-            copying.launch()
+
+        copiers = self.copiers if asynchronous is None and gathers_at_once(source) else ALONE
+        copiers.each(places, self._payload_bytes * (last - first) // self.rectangle.layers, put)
+        if asynchronous is not None:
+            self._unsummed += [(index, first, last) for index in places if self.checksums]
+            asynchronous.launch()
 
     def _wait_copied(self) -> None:
         """No source writes into a slot any more when this returns. If one fails, nothing counts as filled."""

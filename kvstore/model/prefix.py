@@ -28,6 +28,7 @@ import enum
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Final
 
@@ -162,7 +163,7 @@ class KeyChain:
         if len(secret) > SECRET_LIMIT_BYTES:
             raise InvalidRequest(f"a secret has at most {SECRET_LIMIT_BYTES} bytes")
         self._namespace = namespace
-        self._secret = secret
+        self._hash = partial(blake2b, digest_size=KEY_BYTES, key=secret)
         self._root_fingerprint = xxhash.xxh3_64_intdigest(namespace.id)
         self._digest_bits = KEY_BYTES * 8
 
@@ -172,25 +173,23 @@ class KeyChain:
         `tokens`: token ids, each 0..2**32-1, as list, tuple, array or integer numpy array.
         """
         chunk_tokens = self._namespace.layout.chunk_tokens
-        message, token_count = _token_bytes(tokens, chunk_tokens)
+        messages, token_count = _messages(tokens, chunk_tokens)
         for extra in extras:
             if extra.kind is ExtraKind.MULTIMODAL and not extra.value:
                 token_count = min(token_count, extra.start // chunk_tokens * chunk_tokens)
         chunk_count = -(-token_count // chunk_tokens)
-        fields = _chunk_extras(extras, chunk_count, chunk_tokens)
-        stride = 4 + 4 * chunk_tokens
+        del messages[chunk_count:]
+        for index, fields in _chunk_extras(extras, chunk_count, chunk_tokens).items():
+            messages[index] += fields
         last_tokens = token_count - (chunk_count - 1) * chunk_tokens if chunk_count else 0
-        key, fingerprint, secret = self._namespace.id, self._root_fingerprint, self._secret
+        key, fingerprint = self._namespace.id, self._root_fingerprint
         digests, fingerprints = [], [fingerprint]
-        hash_, fingerprint_of = blake2b, xxhash.xxh3_64_intdigest
-        for index in range(chunk_count):
-            part = message[index * stride : (index + 1) * stride]
-            if index in fields:
-                part += fields[index]
-            key = hash_(key + part, digest_size=KEY_BYTES, key=secret).digest()
+        hash_, fingerprint_of = self._hash, xxhash.xxh3_64_intdigest
+        for message in messages:
+            key = hash_(key + message).digest()
             if self._digest_bits != 128:
                 key = _truncated(key, self._digest_bits)
-            fingerprint = fingerprint_of(part, fingerprint)
+            fingerprint = fingerprint_of(message, fingerprint)
             digests.append(key)
             fingerprints.append(fingerprint)
         return Keys(
@@ -207,24 +206,24 @@ class KeyChain:
         self._digest_bits = bits
 
 
-def _token_bytes(tokens: Tokens, chunk_tokens: int) -> tuple[bytes, int]:
-    """Per chunk: token count u32 LE, then the tokens as u32 LE, chunks back to back."""
+def _messages(tokens: Tokens, chunk_tokens: int) -> tuple[list[bytes], int]:
+    """Per chunk: token count u32 LE, then the tokens as u32 LE. And the number of tokens."""
     values = _as_u32(tokens)
     full, rest = divmod(len(values), chunk_tokens)
     table = np.empty((full, 1 + chunk_tokens), dtype="<u4")
     table[:, 0] = chunk_tokens
     table[:, 1:] = values[: full * chunk_tokens].reshape(full, chunk_tokens)
-    message = table.tobytes()
+    messages = [row for (row,) in struct.iter_unpack(f"{4 + 4 * chunk_tokens}s", table.data)]  # quicker than slices
     if rest:
-        message += struct.pack("<I", rest) + values[full * chunk_tokens :].astype("<u4", copy=False).tobytes()
-    return message, len(values)
+        messages.append(struct.pack("<I", rest) + values[full * chunk_tokens :].astype("<u4", copy=False).tobytes())
+    return messages, len(values)
 
 
 def _as_u32(tokens: Tokens) -> npt.NDArray[np.uint32]:
     if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidRequest("tokens must be a one-dimensional array of integers")
-        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
+        if int(np.bitwise_or.reduce(tokens)) >> 32:  # one pass for both ends
             raise InvalidRequest("token ids must lie in 0..2**32-1")
         return tokens.astype("<u4", copy=False)
     if isinstance(tokens, (bytes, bytearray, memoryview)):

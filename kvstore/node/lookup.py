@@ -35,10 +35,13 @@ Words = npt.NDArray[np.uint64]
 Gather = Callable[[Words, npt.NDArray[np.int64]], Words]
 
 _LOW_32 = np.uint64(0xFFFFFFFF)
-_LOW_48 = np.uint64((1 << 48) - 1)
 _LOW_56 = np.uint64((1 << 56) - 1)
-_SHIFT_48 = np.uint64(48)
-_ONE = np.uint64(1)
+_ALL, _LOW_48 = (1 << 64) - 1, (1 << 48) - 1
+_COMPARED = np.array([_ALL, _ALL, _ALL, 1, 0, 0, _ALL, _LOW_48], dtype=np.uint64)
+"""Bits of an entry's words that must be as expected: key, parent's fingerprint, generation even, kind, fingerprint."""
+_COMPARED_BLIND = np.array([_ALL, _ALL, 0, 1, 0, 0, _ALL, 0], dtype=np.uint64)
+"""The same where the keys came without fingerprints."""
+_ODD_TAG = np.uint16(1)
 _IN_DRAM = Tier.DRAM << 56
 
 
@@ -214,34 +217,31 @@ class CatalogReader:
             kinds = np.tile(kinds, len(keys))
         hashed = words ^ mixes
         buckets = (hashed & self._mask).view(np.int64)
-        tags = (hashed[:, :1] >> _SHIFT_48 | _ONE).astype(np.uint16)
+        tags = hashed.view(np.uint16)[:, 3:4] | _ODD_TAG  # the high bits of the first word
         candidates = (self._tags.take(buckets).view(np.uint16) == tags).ravel().nonzero()[0]
         owners = candidates >> 3
         entries = (buckets.ravel().take(candidates >> 2) << 2) | (candidates & 3)
         rows = self._gather(self._entries, entries)
-        plain = len(owners) == len(words) and bool((owners == _range(len(words))).all())
-        if not plain:
-            words = words.take(owners, axis=0)
-            kinds = kinds.take(owners) if width > 1 else kinds
-        differs = rows[:, 0] ^ words[:, 0]
-        differs |= rows[:, 1] ^ words[:, 1]
-        differs |= rows[:, 3] & _ONE
-        kind_differs = rows[:, 6] ^ kinds
-        same_key = differs
+        expected = np.zeros((len(words), ENTRY_WORDS), dtype=np.uint64)
+        expected[:, :2], expected[:, 6] = words, kinds
+        compared = _COMPARED_BLIND
         if keys.fingerprints is not None:
-            own, parents = keys.fingerprints[1:], keys.fingerprints[:-1]
-            if not plain or width > 1:
-                own, parents = own.take(owners // width), parents.take(owners // width)
-            differs = differs | (rows[:, 7] ^ own) & _LOW_48 | (rows[:, 2] ^ parents)
-        if plain and not (differs | kind_differs).any():
+            prints = keys.fingerprints if width == 1 else keys.fingerprints.repeat(width)
+            expected[:, 2], expected[:, 7] = prints[:-width], prints[width:]
+            compared = _COMPARED
+        plain = len(owners) == len(words) and not np.count_nonzero(owners != _range(len(words)))
+        differs = rows ^ (expected if plain else expected.take(owners, axis=0))
+        differs &= compared
+        if plain and not np.count_nonzero(differs):
             return Found(len(keys), plan.numbers, plan.geometry, entries, rows, None, len(keys))
-        slower = kind_differs & _LOW_56
-        found = _partial(len(keys), plan, owners, entries, rows, differs | kind_differs == 0, same_key | slower == 0)
-        if found.run < len(keys) and (slower != kind_differs).any():
+        kind, slower = differs[:, 6], differs[:, 6] & _LOW_56
+        same_key = differs[:, 0] | differs[:, 1] | differs[:, 3] | slower == 0
+        same_but_tier = differs[:, 2] | differs[:, 7] | slower == 0
+        same_but_tier &= same_key
+        found = _partial(len(keys), plan, owners, entries, rows, same_but_tier & (kind == 0), same_key)
+        if found.run < len(keys) and (slower != kind).any():
             # What differs in nothing but the tier is here, on a slower one.
-            found.present = _partial(
-                len(keys), plan, owners, entries, rows, differs | slower == 0, same_key | slower == 0
-            ).run
+            found.present = _partial(len(keys), plan, owners, entries, rows, same_but_tier, same_key).run
         return found
 
     def _present_directory(self) -> _Directory:

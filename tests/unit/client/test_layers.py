@@ -267,10 +267,10 @@ def test_a_chunk_that_goes_between_two_groups_no_longer_counts(local: Client, mo
     cache = local.bind(SPACE)
     keys, pages = written(cache)
 
-    def copy(host: Any, layout: Any, rest: Any, group: Rectangle, *others: Any) -> Any:
+    def copy(host: Any, layout: Any, rest: Any, group: Rectangle, *others: Any, **named: Any) -> Any:
         if group.layer_start == 5:
             assert cache.remove(keys.slice(3, 4)) == 1
-        return read_local(host, layout, rest, group, *others)
+        return read_local(host, layout, rest, group, *others, **named)
 
     monkeypatch.setattr("kvstore.client.reading.read_local", copy)
     target = poisoned(cache, CHUNKS)

@@ -61,10 +61,13 @@ class Copiers:
             self._call(shares, helpers, futures)
             shares.run()
         finally:
-            shares.end()
-            for future in futures:
-                if not future.cancel():
-                    future.result()  # raises what a helper's piece raised
+            try:
+                shares.end()
+            finally:
+                shares.end()  # a signal's handler may have raised in the first one
+            came = [future for future in futures if not future.cancel()]
+        for future in came:
+            future.result()  # raises what a helper's piece raised
         return shares.stop, shares.answer
 
     def _call(self, shares: _Shares[Answer], helpers: int, futures: list[Future[None]]) -> None:
@@ -124,14 +127,10 @@ class _Shares(Generic[Answer]):
             self._ended.notify_all()
 
     def end(self) -> None:
-        """Begin nothing more; return when nothing is under way, also where a signal's handler raises meanwhile."""
+        """Begin nothing more; return when nothing is under way."""
         with self._ended:
             self._next = len(self._places)
-            try:
-                self._ended.wait_for(lambda: not self._under_way)
-            finally:
-                if self._under_way:
-                    self.end()
+            self._ended.wait_for(lambda: not self._under_way)
 
 
 ALONE = Copiers(1)

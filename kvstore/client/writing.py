@@ -169,12 +169,10 @@ class PendingWrite:
 
     def _sum(self, state: _Filled, pages: Bytes, layer_start: int) -> None:
         """Note the checksums of these layers (layers, pages, heads, head_page_bytes) of a chunk."""
-        base, heads = self.rectangle.layer_start, (self.rectangle.head_start, self.rectangle.head_stop)
         if state.table is None:
             state.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
-        part = Rectangle(layer_start, layer_start + len(pages), *heads)
-        table = checksum.table_of(pages.reshape(-1), self.layout, part)
-        state.table[layer_start - base : layer_start - base + len(pages)] = table
+        first = layer_start - self.rectangle.layer_start
+        state.table[first : first + len(pages)] = checksum.table_of_layers(pages)
 
     def commit(self, upto: int | None = None) -> WriteResult:
         """Make filled chunks visible.

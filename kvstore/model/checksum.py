@@ -18,8 +18,13 @@ Bytes = npt.NDArray[np.uint8]
 
 def table_of(payload: Bytes, layout: PageLayout, rectangle: Rectangle) -> npt.NDArray[np.uint64]:
     """Checksum table of a shard's contiguous payload (uint8, one-dimensional), shape (layers, heads)."""
-    layers, pages, heads, size = layout.shape(rectangle)
-    view = payload.data
+    return table_of_layers(payload.reshape(layout.shape(rectangle)))
+
+
+def table_of_layers(stored: Bytes) -> npt.NDArray[np.uint64]:
+    """Checksum table (layers, heads) of contiguous layers (uint8, (layers, pages, heads, head_page_bytes))."""
+    layers, pages, heads, size = stored.shape
+    view = stored.reshape(-1).data
     page, row = heads * size, pages * heads * size
     digests = []
     if pages == 1 or heads == 1:  # the pages of a head are one run

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client import buffers, pipeline
+from kvstore.client import buffers, copiers, pipeline
 from kvstore.client.peers import Peer
 from kvstore.client.pipeline import Delivery
 from kvstore.client.remote import RemoteRead, read_remote
@@ -152,10 +152,15 @@ def drop_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("threads", "chunk_reads"), [(1, CHUNK_READS), (2, CHUNK_READS // 4)])
 @raced_in_memory
-def test_a_million_raced_reads_of_shared_memory(node: RacingNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_million_raced_reads_of_shared_memory(
+    node: RacingNode, threads: int, chunk_reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tally, generator, prompts, started = Tally(), random.Random(11), SHM.keys, time.monotonic()
-    with kvstore.connect(node.info.socket_path) as client:
+    monkeypatch.setattr(copiers, "PIECE_BYTES", 1)
+    monkeypatch.setattr(copiers, "SHARE_BYTES", 1)
+    with kvstore.connect(node.info.socket_path, copy_threads=threads) as client:
         cache = client.bind(NAMESPACE)
         host = client.host()
         assert host is not None
@@ -173,7 +178,7 @@ def test_a_million_raced_reads_of_shared_memory(node: RacingNode, monkeypatch: p
             return held
 
         monkeypatch.setattr(host.reader, "confirm", confirm_and_look)
-        while tally.chunks < CHUNK_READS:
+        while tally.chunks < chunk_reads:
             keys = generator.choice(prompts)
             before = host.reader.find(keys, LAYOUT.whole)
             slowly = tally.reads % 8 == 0

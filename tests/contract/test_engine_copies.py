@@ -29,6 +29,14 @@ class TestPagedKv(CopySuite):
         return PagedKv(tensors, pages, block_ids, layer_offset, head_offset)
 
 
+class TestPagedKvInRows(TestPagedKv):
+    """Items as rows of bytes, as long ones are."""
+
+    @pytest.fixture(autouse=True)
+    def rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("engine_adapter.copy.ROW_BYTES", 1)
+
+
 class DeviceCopySuite(StridedCopySuite):
     staging_bytes = 1 << 20
 

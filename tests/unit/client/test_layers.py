@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client import Cache, Client, LayerRead, LayersReady, TransferMode, connect
+from kvstore.client import Cache, Client, LayerRead, LayersReady, TransferMode, connect, copiers
 from kvstore.client.layers import choose, layer_groups
 from kvstore.client.local import read_local
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch
@@ -287,40 +287,48 @@ def test_a_chunk_that_goes_between_two_groups_no_longer_counts(local: Client, mo
 
 
 class Held:
-    """A destination whose piece of one layer waits until it is let go."""
+    """A destination whose pieces of one layer wait until they are let go; `begun` when `threads` of them do."""
 
-    def __init__(self, array: Bytes, layer: int) -> None:
+    def __init__(self, array: Bytes, layer: int, threads: int = 1) -> None:
         self.array, self._layer = array, layer
+        self.scatters_at_once = threads > 1
+        self._waiting = threading.Semaphore(threads - 1)
         self.begun, self.go = threading.Event(), threading.Event()
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         if layer_start == self._layer:
-            self.begun.set()
+            if not self._waiting.acquire(blocking=False):
+                self.begun.set()
             assert self.go.wait(20)
         self.array[index, layer_start : layer_start + len(piece)] = piece
 
 
-@pytest.mark.parametrize("source", ["local", "tcp"])
-def test_a16_nothing_is_written_into_the_pages_after_an_early_close(far: NodeThread, source: str) -> None:
+@pytest.mark.parametrize(("source", "threads"), [("local", 1), ("local", 2), ("tcp", 1)])
+def test_a16_nothing_is_written_into_the_pages_after_an_early_close(
+    far: NodeThread, source: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine gives the request up in the middle, and its pages to another request."""
-    with connect(far.info.socket_path) as writer, reader_of(far.info, staging=8 << 20) as away:
+    monkeypatch.setattr(copiers, "PIECE_BYTES", 1)
+    monkeypatch.setattr(copiers, "SHARE_BYTES", 1)
+    with connect(far.info.socket_path, copy_threads=2) as writer, reader_of(far.info, staging=8 << 20) as away:
         keys, _ = written(writer.bind(SPACE))
         client = writer if source == "local" else away
         cache = client.bind(SPACE)
-        held = Held(poisoned(cache, CHUNKS), layer=3)
+        held = Held(poisoned(cache, CHUNKS), 3, threads)
         closed = threading.Event()
         with cache.read_layers(keys, held, mode="layerwise") as read:
             assert next(read) == LayersReady(0, 1, CHUNKS)
             assert held.begun.wait(20)
             closer = threading.Thread(target=lambda: (read.close(), closed.set()))
             closer.start()
-            assert not closed.wait(0.05), "the piece that is being written is waited for"
+            assert not closed.wait(0.05), "the pieces that are being written are waited for"
             held.go.set()
             closer.join(20)
             assert closed.is_set()
             held.array[:] = POISON
             assert list(read) == [] and (read.result().chunks, read.result().reason) == (0, MissReason.DEADLINE)
-        client.readers().shutdown()  # its thread has ended
+        client.readers().shutdown()  # its threads have ended
+        client.copiers.close()
         assert (held.array == POISON).all()
         client.staging.check()
         assert client.staging.usage().free_bytes == client.staging.total_bytes

@@ -1,7 +1,8 @@
 """Reading from the own host's node: find, copy, confirm. No RPC, no lock, no pin.
 
-On x86 the fence is enough, because loads are not reordered with older loads. Elsewhere, or where `verify` is
-asked for, each shard is copied to private memory first and only passed on when its checksums hold.
+On x86 the fence is enough, because loads are not reordered with older loads, nor with the release of the lock by which
+the caller learns that another thread's copy has ended. Elsewhere, or where `verify` is asked for, each shard is copied
+to private memory first and only passed on when its checksums hold.
 """
 
 from __future__ import annotations

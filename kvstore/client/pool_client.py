@@ -42,12 +42,13 @@ def connect(
     empty: the hand-over alone decides. `nixl_backend`: UCX or LIBFABRIC, `nixl_devices`: the network devices to use,
     all by default. `peer_secret`: what nodes ask of those who read their memory over the network, where it is set.
     `copy_threads`: of one large read or write through shared memory, the caller's among them; 1 copies on the caller's
-    thread only, 0 takes one a usable CPU, at most 4.
-    Raises Unreachable if the node does not answer, ConfigurationError for shm where memory cannot be shared and for
-    nixl where it is not installed.
+    thread only, 0 takes one a usable CPU, at most 4. Raises Unreachable if the node does not answer, ConfigurationError
+    for wrong arguments, for shm where memory cannot be shared and for nixl where it is not installed.
     """
     if transport not in CHOICES:
         raise ConfigurationError(f"unknown transport {transport!r}; known: {', '.join(CHOICES)}")
+    if copy_threads < 0:
+        raise ConfigurationError(f"copy_threads is {copy_threads}; it must be 0 (chosen here) or more")
     if node is None and metadata is None:
         raise ConfigurationError("give the address of a node, of the metadata service, or of both")
     size = staging if isinstance(staging, int) else parse_size(staging)

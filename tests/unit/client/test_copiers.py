@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -10,9 +11,10 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from kvstore.client import Cache, Client, copiers
+from kvstore.client import Cache, Client, connect, copiers
 from kvstore.client.buffers import ChunkArray
 from kvstore.client.copiers import Copiers
+from kvstore.errors import ConfigurationError
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
 from kvstore.node.lookup import CatalogReader, Found
@@ -76,6 +78,13 @@ def test_each_piece_is_done_once_and_all_count(threads: int, count: int) -> None
     assert some.each(range(100, 100 + count), 1, done.append) == (count, None)
     assert sorted(done) == list(range(100, 100 + count))
     some.close()
+
+
+def test_the_number_of_threads_follows_the_cpus_and_what_is_asked_for() -> None:
+    assert Copiers().threads == min(copiers.THREADS_LIMIT, len(os.sched_getaffinity(0)))
+    assert Copiers(7).threads == 7
+    with pytest.raises(ConfigurationError, match="copy_threads is -1"):
+        connect("127.0.0.1:1", copy_threads=-1)
 
 
 def test_caller_and_helper_work_at_the_same_time(two: Copiers) -> None:

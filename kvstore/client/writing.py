@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -120,28 +121,28 @@ class PendingWrite:
         if not self.host.alive:
             raise SessionLost("the node's session ended; what was not committed is lost")
         first, last = layer_start - self.rectangle.layer_start, layer_stop - self.rectangle.layer_start
-        bits = (1 << last) - (1 << first)
-        asynchronous = source if is_asynchronous(source) else None
-        if asynchronous is not None:
-            self._copying[id(source)] = asynchronous
-        sums_now = self.checksums and asynchronous is None
         places = tuple(self._slots) if chunks is None else tuple(i for i in dict.fromkeys(chunks) if i in self._slots)
         for index in places:
             self._filled.setdefault(index, _Filled(0, None))
-
-        def put(index: int) -> None:
-            pages, state = self._pages(index)[first:last], self._filled[index]
-            if sums_now:
-                self._copy_and_sum(index, pages, layer_start, source, state)
-            else:
-                source.gather(index, pages, layer_start, self.rectangle.head_start)
-            state.layers |= bits
-
-        copiers = self.copiers if asynchronous is None and gathers_at_once(source) else ALONE
-        copiers.each(places, self._payload_bytes * (last - first) // self.rectangle.layers, put)
+        asynchronous = source if is_asynchronous(source) else None
         if asynchronous is not None:
+            self._copying[id(source)] = asynchronous
             self._unsummed += [(index, first, last) for index in places if self.checksums]
+            ALONE.each(places, 0, partial(self._put, first, last, source, False))
             asynchronous.launch()
+        else:
+            copiers = self.copiers if gathers_at_once(source) else ALONE
+            piece_bytes = self._payload_bytes * (last - first) // self.rectangle.layers
+            copiers.each(places, piece_bytes, partial(self._put, first, last, source, self.checksums))
+
+    def _put(self, first: int, last: int, source: Source, sums: bool, index: int) -> None:
+        """Copy layers [first, last) of the rectangle of one chunk, and take their checksums on the way if `sums`."""
+        pages, state = self._pages(index)[first:last], self._filled[index]
+        if sums:
+            self._copy_and_sum(index, pages, self.rectangle.layer_start + first, source, state)
+        else:
+            source.gather(index, pages, self.rectangle.layer_start + first, self.rectangle.head_start)
+        state.layers |= (1 << last) - (1 << first)
 
     def _wait_copied(self) -> None:
         """No source writes into a slot any more when this returns. If one fails, nothing counts as filled."""

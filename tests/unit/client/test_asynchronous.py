@@ -136,6 +136,25 @@ def test_a13_an_abort_waits_for_the_copies_into_its_slots(cache: Cache, host: Br
     assert host.broken.calls[-1] == "abort"
 
 
+def test_what_a_source_had_begun_before_it_failed_has_its_checksums(cache: Cache, host: BreakableHost) -> None:
+    keys = cache.keys(prompt(1, 64))
+
+    class Fails(LateCopies):
+        def gather(self, index: int, slot: np.ndarray, layer_start: int, head_start: int) -> None:
+            if index == 2:
+                raise RuntimeError("no such block")
+            super().gather(index, slot, layer_start, head_start)
+
+    with cache.begin_write(keys) as pending:
+        with pytest.raises(RuntimeError, match="no such block"):
+            pending.put_layers(0, LAYOUT.layers, Fails(pages_of(keys), LAYOUT.whole))
+        assert pending.commit(2).visible == 2
+    found = host.reader.find(keys.slice(0, 2), LAYOUT.whole)
+    for index, pages in enumerate(pages_of(keys)[:2]):
+        table = checksum.table_of(pages.reshape(-1), LAYOUT, LAYOUT.whole)
+        assert int(found.table_hashes[index, 0]) == checksum.table_hash(table)
+
+
 def test_what_a_failed_source_wrote_never_counts(cache: Cache) -> None:
     keys = cache.keys(prompt(1, 64))
     source = LateCopies(pages_of(keys), LAYOUT.whole)

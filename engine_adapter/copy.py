@@ -7,25 +7,29 @@ Both sides are cut into items (see `items`): where the engine keeps a head page 
 layer of a chunk is `pages x heads` of them; an NHD engine has an item a token and head. All layers of an engine
 have the same strides, so one table of places serves them all.
 
-A page list is one numpy call a layer (`put` by fancy index, `take` with `out`), about 0.75 of a memcpy of the whole
-chunk at 16 KiB a page. Assigning page by page or calling memmove through ctypes costs more in Python than it saves.
-Short items move fastest when they are opaque (`V<item_bytes>`): rows of bytes cost an inner loop, twice the time at
-512 bytes. But numpy keeps the interpreter's lock while it puts opaque items, and gives it up for rows of bytes: from
-2 KiB on two threads that put rows beat any form of one. `bench/engine_copy.py` and `bench/reshard.py` measure it.
+A page list is one numpy call (`put` by fancy index, `take` with `out`). Assigning page by page or calling memmove
+through ctypes costs more in Python than it saves. Short items move fastest when they are opaque (`V<item_bytes>`), a
+call a layer: rows of bytes cost an inner loop, twice the time at 512 bytes. From 2 KiB on rows are as fast, and numpy
+gives the interpreter's lock up while it puts them. Where all layers lie at distances that such rows divide, one call
+moves all layers of a piece: two threads then move half as much again as one, where a call a layer leaves them waiting
+for the lock. That is the common case: allocators put large tensors at one place of their first memory page.
+`bench/engine_copy.py` and `bench/reshard.py` measure it.
 
-Invariant: a view never reaches outside the tensor that it was made from, and block ids are checked once, at the
-start, so a wrong id is an error here and never a stray write. Not done here: any decision about what to load.
+Invariant: no byte outside the tensors is touched. Block ids are checked once, at the start, so a wrong id is an error
+here and never a stray access. An array of all layers reaches over what lies between them, but no place of it does.
+Not done here: any decision about what to load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_adapter.items import ItemCut, Places, cut_items
+from engine_adapter.items import Places, cut_items
 from engine_adapter.pieces import Bytes, EngineShape, check_writeable, checked_blocks
 from engine_adapter.views import HeadPages
 from kvstore.errors import InvalidRequest, LayoutMismatch
@@ -33,6 +37,7 @@ from kvstore.errors import InvalidRequest, LayoutMismatch
 Items = npt.NDArray[np.void] | Bytes
 """Runs of bytes: opaque items, or from `ROW_BYTES` on rows of bytes, with one dimension more."""
 ROW_BYTES = 2048
+"""Least bytes of a row."""
 
 
 class PagedKv:
@@ -47,10 +52,6 @@ class PagedKv:
     threads may copy at a time, each another chunk. Raises LayoutMismatch for shapes that do not fit, InvalidRequest
     for block ids out of range and for tensors that are not in CPU memory.
     """
-
-    scatters_at_once = True
-    """But not `gathers_at_once`: taking checksums keeps the interpreter's lock, and a layer is too short a call to get
-    it back for (measured: no gain at 256 KiB a layer of a chunk, a loss below)."""
 
     def __init__(
         self,
@@ -70,6 +71,9 @@ class PagedKv:
         if len({view.shape for view in first}) != 1:
             raise LayoutMismatch(f"K and V have one shape, not {[tuple(view.shape) for view in first]}")
         self._parts = [_Part(pages, number) for number in range(len(first))]
+        # A call a layer is too short to get the interpreter's lock back for, which taking checksums keeps.
+        self.gathers_at_once = all(part.joined for part in self._parts)
+        self.scatters_at_once = all(part.item_bytes >= ROW_BYTES for part in self._parts)
         self._shape = EngineShape(
             len(pages.layers),
             int(first[0].shape[1]),
@@ -103,7 +107,7 @@ class PagedKv:
     def _matched(
         self, index: int, piece: Bytes, layer_start: int, head_start: int
     ) -> Iterator[tuple[Items, Places, Items]]:
-        """Per layer of `piece`: the engine's items, the places among them, the pool's items."""
+        """For all layers of `piece`, or for each: the engine's items, the places among them, the pool's items."""
         if not 0 <= index < len(self._blocks):
             raise InvalidRequest(f"chunk {index} of {len(self._blocks)}")
         layer, head = self._shape.place(piece, layer_start, head_start)
@@ -111,38 +115,66 @@ class PagedKv:
         for part in self._parts:
             places = part.places(self._blocks[index], self._units, head, head + heads)
             stored = part.stored_items(piece)
-            for items, one in zip(part.layers[layer : layer + layers], stored, strict=True):
-                yield items, places, one
+            if part.joined:
+                first = part.first[layer : layer + layers]
+                yield part.memory[0], first.reshape(-1, *(1,) * places.ndim) + places, stored
+            else:
+                for items, one in zip(part.memory[layer : layer + layers], stored, strict=True):
+                    yield items, places, one
 
 
 class _Part:
-    """One view a layer as items: whole head pages, or the K or the V of them."""
+    """One view a layer as items: whole head pages, or the K or the V of them, or rows of either.
+
+    `joined`: `memory` is one array of all layers, and layer i begins at its item `first[i]`; else it is one a layer.
+    """
 
     def __init__(self, pages: HeadPages, number: int) -> None:
-        self._cut = cut_items(pages, number)
-        self.layers = [_items(layer[number], self._cut) for layer in pages.layers]
+        self._cut = cut = cut_items(pages, number)
+        views = [layer[number] for layer in pages.layers]
+        if any(view.device.type != "cpu" for view in views):
+            where = views[0].device
+            raise InvalidRequest(f"KV on {where} is copied by engine_adapter.device_copy.DevicePagedKv")
+        starts = [view.data_ptr() for view in views]
+        lowest = min(starts)
+        row_bytes = gcd(cut.item_bytes, *(start - lowest for start in starts))
+        self.joined = row_bytes >= ROW_BYTES
+        self.item_bytes = row_bytes if self.joined else cut.item_bytes
+        self._rows = np.arange(cut.item_bytes // self.item_bytes)
+        layer_bytes = cut.count * cut.item_bytes
+        if self.joined:
+            rows = (max(starts) + layer_bytes - lowest) // row_bytes
+            self.memory: list[Items] = [np.asarray(_Memory(views, lowest, (rows, row_bytes)))]
+            self.first: Places = (np.array(starts, dtype=np.intp) - lowest) // row_bytes
+        else:
+            shape = cut.count, cut.item_bytes
+            self.memory = [_as_items(np.asarray(_Memory([view], view.data_ptr(), shape))) for view in views]
 
     def places(self, blocks: Places, units: Places, head_start: int, head_stop: int) -> Places:
-        """Places (pages, heads, units, *inside) of the items of one chunk, whose units lie there (pages, units)."""
-        cut = self._cut
+        """Places (pages, heads, units, *inside) of the items of one chunk, whose units lie there (pages, units).
+
+        Where an item is several rows, the last dimension is theirs.
+        """
+        cut, rows = self._cut, self._rows
         first = (blocks * cut.block_step + units * cut.unit_step)[:, None]
         heads = np.arange(head_start, head_stop)[:, None] * cut.head_step
-        return (first + heads)[(..., *(None,) * cut.inside.ndim)] + cut.inside
+        places: Places = (first + heads)[(..., *(None,) * cut.inside.ndim)] + cut.inside
+        return places if len(rows) == 1 else places[..., None] * len(rows) + rows
 
     def stored_items(self, piece: Bytes) -> Items:
         """The same items of a stored piece: (layers, pages, heads, units, *inside)."""
-        return _as_items(piece.reshape(*piece.shape[:3], *self._cut.stored_shape)[self._cut.which])
+        items = piece.reshape(*piece.shape[:3], *self._cut.stored_shape)[self._cut.which]
+        return _as_items(items if len(self._rows) == 1 else items.reshape(*items.shape[:-1], -1, self.item_bytes))
+
+
+class _Memory:
+    """Memory from an address on as an array, which keeps the tensors that own it."""
+
+    def __init__(self, owners: Sequence[torch.Tensor], address: int, shape: tuple[int, int]) -> None:
+        self._owners = owners
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "data": (address, False), "shape": shape}
 
 
 def _as_items(rows: Bytes) -> Items:
     """The last dimension as items."""
     return rows if rows.shape[-1] >= ROW_BYTES else rows.view(f"V{rows.shape[-1]}")[..., 0]
-
-
-def _items(view: torch.Tensor, cut: ItemCut) -> Items:
-    """The memory from the first to the last byte of a view, as items."""
-    if view.device.type != "cpu":
-        raise InvalidRequest(f"KV on {view.device} is copied by engine_adapter.device_copy.DevicePagedKv")
-    elements = cut.count * cut.item_bytes // view.element_size()
-    memory: Bytes = view.detach().as_strided((elements,), (1,)).view(torch.uint8).numpy()
-    return _as_items(memory.reshape(-1, cut.item_bytes))

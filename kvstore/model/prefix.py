@@ -183,15 +183,12 @@ class KeyChain:
             messages[index] += fields
         last_tokens = token_count - (chunk_count - 1) * chunk_tokens if chunk_count else 0
         key, fingerprint = self._namespace.id, self._root_fingerprint
-        digests, fingerprints = [], [fingerprint]
-        hash_, fingerprint_of = self._hash, xxhash.xxh3_64_intdigest
-        for message in messages:
-            key = hash_(key + message).digest()
-            if self._digest_bits != 128:
-                key = _truncated(key, self._digest_bits)
-            fingerprint = fingerprint_of(message, fingerprint)
-            digests.append(key)
-            fingerprints.append(fingerprint)
+        hash_, bits, fingerprint_of = self._hash, self._digest_bits, xxhash.xxh3_64_intdigest
+        if bits == KEY_BYTES * 8:
+            digests = [key := hash_(key + message).digest() for message in messages]
+        else:
+            digests = [key := _truncated(hash_(key + message).digest(), bits) for message in messages]
+        fingerprints = [fingerprint, *[fingerprint := fingerprint_of(message, fingerprint) for message in messages]]
         return Keys(
             self._namespace.id,
             self._namespace.id,

@@ -220,7 +220,7 @@ class CatalogReader:
         tags = hashed.view(np.uint16)[:, 3:4] | _ODD_TAG  # the high bits of the first word
         candidates = (self._tags.take(buckets).view(np.uint16) == tags).ravel().nonzero()[0]
         owners = candidates >> 3
-        entries = (buckets.ravel().take(candidates >> 2) << 2) | (candidates & 3)
+        entries = (buckets.take(candidates >> 2) << 2) | (candidates & 3)
         rows = self._gather(self._entries, entries)
         expected = np.zeros((len(words), ENTRY_WORDS), dtype=np.uint64)
         expected[:, :2], expected[:, 6] = words, kinds

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from engine_adapter.copy import PagedKv
+from kvstore.client.copiers import Copiers
 from kvstore.errors import InvalidRequest, LayoutMismatch
 
 LAYERS, HEADS, PAGES, CHUNKS, BLOCKS = 3, 4, 2, 5, 16
@@ -98,6 +99,43 @@ def test_blocks_at_any_distance_and_heads_that_are_not_in_one_piece():
             assert np.array_equal(slot[0], pool[index, 0])
         assert np.array_equal(raw(tensor), expected)
     assert (wide[:, HEADS * 64 :] == POISON).all(), "what lies between the blocks belongs to somebody else"
+
+
+@pytest.mark.parametrize(
+    ("head_page_bytes", "gaps", "joined", "in_rows"),
+    [
+        (4096, (0, 0), True, True),
+        (4096, (4096, 2048), True, True),  # an item is two rows
+        (4096, (2048, 64), False, True),  # no row divides the distances of the layers
+        (1024, (0, 0), False, False),
+        (4096 + 64, (0, 0), True, True),
+        (4096 + 64, (4096, 4096), False, True),
+    ],
+)
+def test_long_items_as_rows_of_one_layer_or_of_all(head_page_bytes, gaps, joined, in_rows):
+    """Layers in any order in memory, with and without gaps between them that belong to somebody else."""
+    layer_bytes = BLOCKS * HEADS * head_page_bytes
+    memory = torch.full((3 * layer_bytes + sum(gaps),), POISON, dtype=torch.uint8)
+    starts = [layer_bytes + gaps[0], 0, 2 * layer_bytes + sum(gaps)]
+    shape = BLOCKS, HEADS, head_page_bytes
+    tensors = [memory[start : start + layer_bytes].view(shape) for start in starts]
+    blocks, pool = random_blocks(), pool_bytes(head_page_bytes=head_page_bytes)
+    kv = PagedKv(tensors, PAGES, blocks)
+    assert (kv.gathers_at_once, kv.scatters_at_once) == (joined, in_rows)
+    expected = torch.full_like(memory, POISON)
+    for layer, start in enumerate(starts):
+        view = expected[start : start + layer_bytes].view(shape).numpy()
+        for index, ids in enumerate(blocks):
+            view[ids] = pool[index, layer]
+    copiers = Copiers(3)
+    assert copiers.each(range(CHUNKS), 1 << 30, lambda index: kv.scatter(index, pool[index], 0, 0)) == (CHUNKS, None)
+    assert torch.equal(memory, expected), "every byte in its place, and no other touched"
+    back = np.full_like(pool, POISON ^ 0xFF)
+    copiers.each(range(CHUNKS), 1 << 30, lambda index: kv.gather(index, back[index], 0, 0))
+    assert np.array_equal(back, pool)
+    kv.gather(1, back[0, 1:3, :, 1:3], 1, 1)  # some layers and heads
+    assert np.array_equal(back[0, 1:3, :, 1:3], pool[1, 1:3, :, 1:3]) and np.array_equal(back[0, 0], pool[0, 0])
+    copiers.close()
 
 
 def test_one_latent_head_and_one_layer_at_a_time():

@@ -25,6 +25,7 @@ from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason
 from kvstore.node import AcquireAnswer
+from kvstore.transport import tcp_server
 from kvstore.transport.staging import Staging, StagingBlock
 from kvstore.transport.tcp import TcpTransport
 from tests.chaos.node_thread import NodeThread
@@ -138,6 +139,12 @@ def reuse_behind_sendfile(far: Far) -> None:
     far.peer.take(5.0)[0].close()  # a connection that was kept would know nothing of the hold
     far.node.tcp.hold_for_tests(reuse)
     far.transport.hold_for_tests(wait)
+
+
+@pytest.fixture(autouse=True)
+def sendfile_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It queues pages, not bytes; a chunk as small as these would be copied."""
+    monkeypatch.setattr(tcp_server, "SENDFILE_FROM_BYTES", 1 << 16)
 
 
 def test_an_undisturbed_read_delivers_everything(far: Far) -> None:

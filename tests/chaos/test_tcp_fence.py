@@ -59,7 +59,7 @@ def read_while_the_slot_is_reused(
     return result, staging
 
 
-@pytest.mark.parametrize("length", [4096, SENDFILE_FROM_BYTES, 2 * SENDFILE_FROM_BYTES])
+@pytest.mark.parametrize("length", [4096, SENDFILE_FROM_BYTES - 4096, SENDFILE_FROM_BYTES])
 def test_a_slot_reused_between_sendfile_and_recv_is_told(owner: LocalOwner, length: int) -> None:
     old = owner.arena[SLOT * SLOT_UNIT_BYTES :][:length].copy()
     result, staging = read_while_the_slot_is_reused(owner, length, words_with_payload=False)
@@ -70,7 +70,7 @@ def test_a_slot_reused_between_sendfile_and_recv_is_told(owner: LocalOwner, leng
 
 def test_words_behind_the_payload_would_pass_new_bytes_under_the_old_generation(owner: LocalOwner) -> None:
     """Why the fence is a second message: sendfile queues pages, not bytes."""
-    result, staging = read_while_the_slot_is_reused(owner, 65536, words_with_payload=True)
+    result, staging = read_while_the_slot_is_reused(owner, SENDFILE_FROM_BYTES, words_with_payload=True)
     assert result.generations == (PROMISED,)
     assert (staging == NEW_BYTE).any()
 
@@ -78,7 +78,7 @@ def test_words_behind_the_payload_would_pass_new_bytes_under_the_old_generation(
 @pytest.mark.slow
 def test_raced_reads_never_pass_a_wrong_byte(owner: LocalOwner) -> None:
     """A writer reuses few slots without pause: raises the word, writes bytes that name it, publishes the word."""
-    length, slots = 65536, [0, 16, 32, 48]
+    length, slots = SENDFILE_FROM_BYTES, [0, 64, 128, 192]
     published = dict.fromkeys(slots, 0)
     over = threading.Event()
 

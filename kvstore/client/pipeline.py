@@ -21,11 +21,12 @@ from itertools import accumulate
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.client.values import Bytes, Destination, synchronize
 from kvstore.model import checksum
 from kvstore.model.fetch import FetchPlan, plan_fetch
-from kvstore.model.layout import PageLayout, Rectangle
+from kvstore.model.layout import Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.reshard import ShardPart
 from kvstore.model.values import MissReason
@@ -134,6 +135,8 @@ class Pipeline:
         self._connection = connection
         self._grouped = self._broken = False
         self._plans: dict[int, tuple[tuple[Rectangle, Rectangle], FetchPlan | None]] = {}
+        self._tables: dict[tuple[int, int], npt.NDArray[np.uint64]] = {}
+        """Checksum tables of chunks and shards that came with an earlier group of layers, verified."""
         self._asked: deque[_Asked] = deque()
         self._delivering: Future[None] | None = None
         self._ending = threading.Lock()
@@ -198,11 +201,17 @@ class Pipeline:
         """What to fetch of a shard; mostly what was planned for the same shard of the chunk before."""
         known = self._plans.get(place.shard)
         if known is None or known[0] != (place.rectangle, rectangle):
-            common = place.rectangle.intersection(rectangle)
-            part = ShardPart(place.shard & 0xFF, place.rectangle, common) if common is not None else None
-            known = (place.rectangle, rectangle), plan_fetch(self._layout, part) if part is not None else None
+            known = (place.rectangle, rectangle), self._plan_anew(place, rectangle)
             self._plans[place.shard] = known
         return known[1]
+
+    def _plan_anew(self, place: ShardPlace, rectangle: Rectangle) -> FetchPlan | None:
+        common = place.rectangle.intersection(rectangle)
+        if common is None:
+            return None
+        first = max(place.rectangle.layer_start, self._delivery.rectangle.layer_start)
+        with_table = rectangle.layer_start <= first < rectangle.layer_stop
+        return plan_fetch(self._layout, ShardPart(place.shard & 0xFF, place.rectangle, common), with_table=with_table)
 
     def _ask(self, batch: _Batch) -> bool:
         """Start an exchange; False: not now, or never where nothing of this read is ahead of it."""
@@ -296,7 +305,7 @@ class Pipeline:
 
     def _deliver(self, asked: _Asked) -> None:
         """Fence, verify and scatter piece by piece, up to the first that fails."""
-        layout, staged, delivery, batch = self._layout, asked.block.view, self._delivery, asked.batch
+        staged, delivery, batch = asked.block.view, self._delivery, asked.batch
         try:
             result = asked.exchange.fence()
             if result.status is not ReadStatus.DONE:
@@ -305,11 +314,13 @@ class Pipeline:
             words = batch.words(result)
             stale = [p.chunk for p, word in zip(batch.pieces, words, strict=True) if word != p.place.generation]
             for piece in batch.pieces:
+                if piece.chunk >= self._upto:  # it failed in an earlier group, and has no table then
+                    break
                 if stale and piece.chunk >= stale[0]:
                     return self._fail(stale[0], MissReason.FENCE)
                 plan = piece.plan
                 held = staged[piece.start : piece.start + plan.staged_bytes]
-                if delivery.verify and piece.place.table_hash and not _verified(layout, piece, held):
+                if delivery.verify and piece.place.table_hash and not self._verified(piece, held):
                     return self._fail(piece.chunk, MissReason.CHECKSUM)
                 pages = held[: plan.table_offset].reshape(plan.staged_shape)[plan.wanted_slices]
                 common = plan.part.common
@@ -322,16 +333,19 @@ class Pipeline:
         if batch.completes is not None and self._live:
             delivery.on_group(batch.completes)
 
-
-def _verified(layout: PageLayout, piece: _Piece, held: Bytes) -> bool:
-    """True if the table is the one of the catalog, and what was fetched is what the table says."""
-    plan, stored = piece.plan, piece.place.rectangle
-    table = held[plan.table_offset :]
-    if checksum.table_hash(table) != piece.place.table_hash:
-        return False
-    words = np.frombuffer(table.tobytes(), dtype="<u8").reshape(stored.layers, stored.heads)
-    payload = held[: plan.table_offset]
-    return np.array_equal(checksum.table_of(payload, layout, plan.staged), words[plan.table_slices])
+    def _verified(self, piece: _Piece, held: Bytes) -> bool:
+        """True if the table is the one of the catalog, and what was fetched is what the table says."""
+        plan, stored, place = piece.plan, piece.place.rectangle, (piece.chunk, piece.place.shard)
+        payload, table = held[: plan.table_offset], held[plan.table_offset :]
+        if len(table):
+            if checksum.table_hash(table) != piece.place.table_hash:
+                return False
+            words = np.frombuffer(table.tobytes(), dtype="<u8").reshape(stored.layers, stored.heads)
+            if self._grouped:
+                self._tables[place] = words
+        else:
+            words = self._tables[place]
+        return np.array_equal(checksum.table_of(payload, self._layout, plan.staged), words[plan.table_slices])
 
 
 def _rounded(length_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """What to fetch over a network of one stored shard, and how it lies in staging. Pure values, no I/O.
 
 A read plan says which bytes of a shard are wanted; this says which bytes to ask for, because a transport pays for
-each descriptor and does long runs best. Behind a shard's payload lies its checksum table, which is always fetched
-in full: only a whole table can be compared with its hash.
+each descriptor and does long runs best. Behind a shard's payload lies its checksum table, which is fetched in full:
+only a whole table can be compared with its hash. A read in groups of layers has it with the first and asks no more.
 
     stored    [layer][page][all heads of the shard]  | table      staged    [layer][page][staged heads] | table
                      +----------+                                           +-----+
@@ -45,7 +45,7 @@ class FetchPlan:
     """`runs` of the stored shard (payload and table) fill a staged block of `staged_bytes` densely.
 
     `staged` is the rectangle whose payload lies at the start of the block, `layout.shape(staged)`; it holds the
-    wanted part and perhaps more heads. The shard's whole table follows at `table_offset`.
+    wanted part and perhaps more heads. The shard's whole table follows at `table_offset`, or nothing.
     """
 
     part: ShardPart
@@ -62,7 +62,9 @@ class FetchPlan:
 
 
 @lru_cache(maxsize=_PLANS_KEPT)
-def plan_fetch(layout: PageLayout, part: ShardPart, least_run_bytes: int = LEAST_RUN_BYTES) -> FetchPlan:
+def plan_fetch(
+    layout: PageLayout, part: ShardPart, least_run_bytes: int = LEAST_RUN_BYTES, with_table: bool = True
+) -> FetchPlan:
     """What to ask for to get `part`. A run of some heads shorter than `least_run_bytes` is never asked for.
 
     LayoutMismatch where the part does not lie in its shard, or the shard in the layout. Plans are cached values.
@@ -73,9 +75,9 @@ def plan_fetch(layout: PageLayout, part: ShardPart, least_run_bytes: int = LEAST
     staged = common
     if common.heads * layout.head_page_bytes < least_run_bytes:
         staged = Rectangle(common.layer_start, common.layer_stop, stored.head_start, stored.head_stop)
-    table_bytes, table_offset = checksum.table_bytes(stored), layout.payload_bytes(staged)
-    table = ByteRange(layout.payload_bytes(stored), table_offset, table_bytes)
-    runs = _joined((*ShardPart(part.number, stored, staged).byte_ranges(layout, staged), table))
+    table_bytes, table_offset = checksum.table_bytes(stored) if with_table else 0, layout.payload_bytes(staged)
+    table = (ByteRange(layout.payload_bytes(stored), table_offset, table_bytes),) if with_table else ()
+    runs = _joined((*ShardPart(part.number, stored, staged).byte_ranges(layout, staged), *table))
     layers, _, heads, _ = slices_of(stored, staged)
     return FetchPlan(
         part,

@@ -130,7 +130,7 @@ def test_a_byte_that_changed_stops_the_telling_at_its_layer(nodes: list[NodeThre
 
 def test_without_checksums_the_byte_would_be_told(nodes: list[NodeThread], monkeypatch: pytest.MonkeyPatch) -> None:
     flip(nodes[0], 3, 5)
-    monkeypatch.setattr(pipeline_module, "_verified", lambda *_: True)
+    monkeypatch.setattr(pipeline_module.Pipeline, "_verified", lambda *_: True)
     follower = Follower(nodes[0].info)
     with pytest.raises(AssertionError, match="layer_start=5"):
         follower.read()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from kvstore.client import pipeline as pipeline_module
 from kvstore.client.buffers import ChunkArray
+from kvstore.client.layers import layer_groups
 from kvstore.client.pipeline import ASKED, Delivery, Pipeline
 from kvstore.client.values import Destination
+from kvstore.model import checksum
+from kvstore.model.layout import Rectangle
 from kvstore.model.values import MissReason
 from kvstore.node import ShardPlace
 from kvstore.transport import ReadDescriptor, ReadResult, ReadStatus
@@ -43,12 +47,14 @@ class Script:
     name: str = "script"
     is_open: bool = True
     count: int = 0
+    asked_bytes: int = 0
 
     def start(self, descriptors: Sequence[ReadDescriptor], staging: Bytes, deadline_s: float) -> Scripted | None:
         if self.refuses(self.count):
             self.log.append(f"refuse {self.count}")
             return None
         self.log.append(f"start {self.count}")
+        self.asked_bytes += sum(one.length for one in descriptors)
         self.count += 1
         return Scripted(self, self.count - 1, descriptors, staging)
 
@@ -88,7 +94,15 @@ class Scripted:
 class Reader:
     """Reads all chunks, one a batch, through staging with room for `blocks` of them."""
 
-    def __init__(self, script: Script, blocks: int = 16, destination: Destination | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        blocks: int = 16,
+        destination: Destination | None = None,
+        groups: tuple[Rectangle, ...] = (),
+    ) -> None:
+        self.groups = groups
+        self.told: list[int] = []
         self.script = script
         self.staging = Staging(blocks * BLOCK)
         self.pages = np.full((CHUNKS, *LAYOUT.shape(LAYOUT.whole)), POISON, dtype=np.uint8)
@@ -100,7 +114,14 @@ class Reader:
             with ThreadPoolExecutor(1) as executor:
                 end_s = time.monotonic() + deadline_s
                 delivery = Delivery(
-                    namespace(), LAYOUT.whole, self.destination, self.staging, executor, end_s, verify=False
+                    namespace(),
+                    LAYOUT.whole,
+                    self.destination,
+                    self.staging,
+                    executor,
+                    end_s,
+                    groups=self.groups,
+                    on_group=self.told.append,
                 )
                 self.pipeline = Pipeline(delivery, 0, self.script)
                 return self.pipeline.read(PLACES, True)
@@ -238,3 +259,45 @@ def test_a_connection_that_never_takes_another_ends_the_read() -> None:
     reader = Reader(Script(refuses=lambda number: number == 2))
     assert reader.read() == (2, MissReason.UNREACHABLE)
     assert reader.right(2) and reader.all_free and not reader.pipeline.healthy
+
+
+# --- in groups of layers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> Bytes:
+    """The arena with a checksum table behind each chunk, and places that know the tables' hashes."""
+    arena, places = ARENA.copy(), []
+    for index, (place,) in enumerate(PLACES):
+        start = index << 14
+        table = checksum.table_of(arena[start : start + SIZE], LAYOUT, LAYOUT.whole)
+        arena[start + SIZE :][: table.nbytes] = table.view(np.uint8).ravel()
+        places.append([replace(place, table_hash=checksum.table_hash(table))])
+    monkeypatch.setattr(sys.modules[__name__], "ARENA", arena)
+    monkeypatch.setattr(sys.modules[__name__], "PLACES", places)
+    return arena
+
+
+GROUPS = layer_groups(LAYOUT, LAYOUT.whole, 1)
+
+
+def test_a_table_comes_once_however_many_groups_there_are(summed: Bytes) -> None:
+    reader = Reader(Script(), groups=GROUPS)
+    assert reader.read() == (CHUNKS, None)
+    assert reader.right(CHUNKS) and reader.all_free
+    assert reader.told == list(range(len(GROUPS)))
+    assert reader.script.asked_bytes == CHUNKS * (SIZE + checksum.table_bytes(LAYOUT.whole))
+
+
+@pytest.mark.parametrize("layer", range(LAYOUT.layers))
+def test_each_group_is_compared_with_the_table(summed: Bytes, layer: int) -> None:
+    summed[(2 << 14) + layer * SIZE // LAYOUT.layers] ^= 1
+    reader = Reader(Script(), groups=GROUPS)
+    assert reader.read() == (2, MissReason.CHECKSUM)
+    assert reader.told == list(range(layer)) and reader.all_free
+
+
+def test_a_table_of_another_hash_is_not_believed_in_any_group(summed: Bytes) -> None:
+    summed[(2 << 14) + SIZE] ^= 1
+    reader = Reader(Script(), groups=GROUPS)
+    assert reader.read() == (2, MissReason.CHECKSUM) and not reader.told

@@ -124,6 +124,13 @@ def test_some_layers_are_one_run_and_the_table() -> None:
     assert plan_fetch(LAYOUT, part_of(whole, Rectangle(2, 4, 0, 8))).runs == (ByteRange(4 * ROW, 0, 4 * ROW + 8 * 32),)
 
 
+def test_later_layers_of_a_shard_are_asked_for_without_its_table() -> None:
+    plan = plan_fetch(LAYOUT, part_of(Geometry.whole(LAYOUT), Rectangle(2, 4, 0, 8)), with_table=False)
+    assert plan.runs == (ByteRange(4 * ROW, 0, 4 * ROW),)
+    assert plan.staged_bytes == plan.table_offset == 4 * ROW
+    assert plan.table_slices == (slice(2, 4), slice(0, 8)), "in the table that came before"
+
+
 def test_some_heads_are_a_run_a_row_if_long_enough() -> None:
     part = part_of(Geometry.parallel(LAYOUT, tp=2), Rectangle(0, 4, 5, 7))  # runs of 64 KiB
     plan = plan_fetch(LAYOUT, part)

@@ -105,7 +105,7 @@ def install(peer: Peer) -> str:
     shutil.rmtree(peer.home, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", peer.home], check=True)
     for step in peer.steps:
-        pip = [peer.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step]
+        pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step]
         done = subprocess.run(pip, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             last = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]

@@ -5,16 +5,19 @@ operation and kind and logged at a falling rate. `PoolSession` offers an engine 
 form; `ChunkWriter` stores a prompt layer by layer while it is being computed.
 
 Invariants: no method here raises because of the pool; after a failed write the writer is inert and its reservation
-given back. Not here: what to load, and where pages lie in the engine.
+given back; `present_here` never waits. Not here: what to load (`engine_adapter.requests`), and where pages lie in the
+engine.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from kvstore.client import (
     Cache,
@@ -28,10 +31,11 @@ from kvstore.client import (
     WriteResult,
 )
 from kvstore.errors import DeadlineExceeded, SessionLost, Unreachable
+from kvstore.model.layout import Geometry, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
 from kvstore.model.ticket import Ticket
-from kvstore.model.values import MissReason
+from kvstore.model.values import MissReason, NodeInfo
 
 RETRY_EVERY_S = 2.0
 """A pool that could not be reached is not tried again for this long."""
@@ -58,19 +62,58 @@ def guarded(errors: Counter[str], operation: str, call: Callable[[], T], miss: T
         return miss
 
 
-class PoolSession:
-    """One engine's use of the pool. `open_client` is called at the first use, and again while it fails."""
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a rank takes part in a namespace: see `Client.bind`. `geometry` None: one shard a chunk."""
 
-    def __init__(self, namespace: Namespace, open_client: Callable[[], Client]) -> None:
+    geometry: Geometry | None = None
+    rank: int = 0
+    secret: bytes = b""
+    checksums: bool = True
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `Client.bind`, where they are not the usual ones."""
+        usual = Binding()
+        return {
+            each.name: mine for each in fields(self) if (mine := getattr(self, each.name)) != getattr(usual, each.name)
+        }
+
+
+class PoolSession:
+    """One engine's use of the pool. `open_client` is called at the first use, and again while it fails.
+
+    Thread-safe. Several sessions may share a client, which `open_client` then keeps; the first `close` closes it.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        open_client: Callable[[], Client],
+        binding: Binding = Binding(),
+    ) -> None:
         self.errors: Counter[str] = Counter()
         self._namespace = namespace
         self._open_client = open_client
+        self._binding = binding
         self._client: Client | None = None
         self._cache: Cache | None = None
         self._retry_at_s = 0.0
+        self._connecting = threading.Lock()
 
     def _connected(self) -> Cache:
-        """The bound cache; raises while the pool cannot be reached."""
+        """The bound cache; raises while the pool cannot be reached, or while another thread tries to."""
+        cache = self._cache
+        if cache is not None:
+            return cache
+        if not self._connecting.acquire(blocking=False):
+            raise Unreachable("another thread is connecting to the pool")
+        try:
+            return self._connect()
+        finally:
+            self._connecting.release()
+
+    def _connect(self) -> Cache:
         if self._cache is None:
             if time.monotonic() < self._retry_at_s:
                 raise Unreachable("the pool did not answer a moment ago")
@@ -78,27 +121,74 @@ class PoolSession:
             self._retry_at_s = time.monotonic() + RETRY_EVERY_S
             if self._client is None:
                 self._client = self._open_client()
-            self._cache = self._client.bind(self._namespace)
+            self._cache = self._client.bind(self._namespace, **self._binding.arguments)
         return self._cache
 
     def open(self) -> None:
         """Connect now instead of at the first use."""
         guarded(self.errors, "connect", self._connected, None)
 
+    def reopen(self, deadline_s: float = 2.0) -> bool:
+        """Connect, and open the own node's session again if it was lost; True if there is one. Waits."""
+
+        def call() -> bool:
+            self._connected()
+            client = self._client
+            return client is not None and client.host(deadline_s) is not None
+
+        return guarded(self.errors, "connect", call, False)
+
+    def present_here(self, keys: Keys, rectangle: Rectangle | None = None) -> int | None:
+        """Leading chunks that the own host's node has, on whatever tier; None without a session with it.
+
+        Looks into shared memory only: no lock, no call, no waiting.
+        """
+        cache = self._cache
+        if cache is None:
+            return None
+        return guarded(self.errors, "look", lambda: cache.present_here(keys, rectangle=rectangle), None)
+
+    def present_anywhere(self, keys: Keys, rectangle: Rectangle | None = None, *, deadline_s: float) -> int:
+        """Leading chunks that the best node of the pool has. Asks the index, and waits for it."""
+
+        def call() -> int:
+            return self._connected().match(keys, rectangle=rectangle, deadline_s=deadline_s).pool_chunks
+
+        return guarded(self.errors, "match", call, 0)
+
+    @property
+    def whole(self) -> Rectangle:
+        """The rectangle of all layers and heads: what all ranks of an engine together need."""
+        return self._namespace.layout.whole
+
+    @property
+    def node(self) -> NodeInfo | None:
+        """Node of the own host; None while it is not known."""
+        return self._client.node if self._client is not None else None
+
     @property
     def node_id(self) -> str:
         """Node of the own host; empty while it is not known."""
-        node = self._client.node if self._client is not None else None
-        return node.node_id if node is not None else ""
+        return self.node.node_id if self.node is not None else ""
 
-    def read(self, keys: Keys, into: Destination, *, deadline_s: float, ticket: Ticket | None = None) -> ReadResult:
-        """Load a prefix of the chunks; an error is a miss of all of them.
+    def read(
+        self,
+        keys: Keys,
+        into: Destination,
+        *,
+        deadline_s: float,
+        ticket: Ticket | None = None,
+        rectangle: Rectangle | None = None,
+    ) -> ReadResult:
+        """Load a prefix of the chunks; an error is a miss of all of them. `rectangle`: what the rank holds of them.
 
         The pages of chunks that were not delivered hold anything afterwards.
         """
-        return self._or_miss(
-            "read", keys, lambda: self._connected().read(keys, into, deadline_s=deadline_s, ticket=ticket)
-        )
+
+        def call() -> ReadResult:
+            return self._connected().read(keys, into, deadline_s=deadline_s, ticket=ticket, rectangle=rectangle)
+
+        return self._or_miss("read", keys, call)
 
     def load_layers(
         self,
@@ -109,6 +199,7 @@ class PoolSession:
         deadline_s: float,
         mode: TransferMode = TransferMode.AUTO,
         ticket: Ticket | None = None,
+        rectangle: Rectangle | None = None,
     ) -> ReadResult:
         """Like `read`, and `layers_ready` is called in this thread with layers as they come; see `Cache.read_layers`.
 
@@ -117,7 +208,9 @@ class PoolSession:
         """
 
         def call() -> ReadResult:
-            with self._connected().read_layers(keys, into, mode=mode, deadline_s=deadline_s, ticket=ticket) as read:
+            with self._connected().read_layers(
+                keys, into, mode=mode, deadline_s=deadline_s, ticket=ticket, rectangle=rectangle
+            ) as read:
                 for ready in read:
                     layers_ready(ready)
                 return read.result()
@@ -144,14 +237,18 @@ class PoolSession:
         result = guarded(self.errors, operation, call, None)
         return ReadResult(0, 0, 0, 0, reason) if result is None else result
 
-    def writer(self, keys: Keys, source: Source, *, ticket: Ticket | None = None) -> ChunkWriter:
+    def writer(
+        self, keys: Keys, source: Source, *, ticket: Ticket | None = None, deadline_s: float = 30.0
+    ) -> ChunkWriter:
         """Reserve what is missing of a whole chain; on an error the writer does nothing."""
 
         def call() -> PendingWrite:
-            return self._connected().begin_write(keys, for_ticket=ticket)
+            return self._connected().begin_write(keys, for_ticket=ticket, deadline_s=deadline_s)
 
         pending = guarded(self.errors, "reserve", call, None) if len(keys) else None
-        return ChunkWriter(self.errors, pending, source, self._namespace.layout.layers)
+        geometry = self._binding.geometry
+        stored = geometry.rectangles[self._binding.rank] if geometry is not None else self.whole
+        return ChunkWriter(self.errors, pending, source, (stored.layer_start, stored.layer_stop))
 
     def release(self, ticket: Ticket) -> None:
         """The handoff has been read."""
@@ -178,7 +275,9 @@ class ChunkWriter:
     Used as a context manager it aborts what was neither committed nor finished. Not thread-safe.
     """
 
-    def __init__(self, errors: Counter[str], pending: PendingWrite | None, source: Source, layers: int) -> None:
+    def __init__(
+        self, errors: Counter[str], pending: PendingWrite | None, source: Source, layers: tuple[int, int]
+    ) -> None:
         self._errors = errors
         self._pending = pending
         self._source = source
@@ -196,12 +295,12 @@ class ChunkWriter:
         self.abort()
 
     def put_layer(self, chunk: int, layer: int) -> None:
-        """The chunk's layer is complete in the engine's pages."""
+        """The chunk's layer (number of the model) is complete in the engine's pages."""
         self._put(layer, layer + 1, [chunk])
 
     def put_chunks(self, start: int, stop: int) -> None:
         """Chunks [start, stop) are complete in the engine's pages; those that the node lacks are stored."""
-        self._put(0, self._layers, range(start, stop))
+        self._put(*self._layers, range(start, stop))
 
     def _put(self, layer_start: int, layer_stop: int, chunks: Sequence[int]) -> None:
         pending, wanted = self._pending, [chunk for chunk in chunks if chunk in self._granted]
@@ -225,7 +324,7 @@ class ChunkWriter:
         # Chunks of our own first. What is left then is what others were writing: the client needs a source for all
         # chunks to take over those that came free.
         self._note(pending.commit(len(pending.keys)))
-        pending.put_layers(0, self._layers, self._source)
+        pending.put_layers(*self._layers, self._source)
         self._note(pending.commit())
 
     def _note(self, result: WriteResult) -> None:

@@ -85,6 +85,23 @@ class Cache:
             pool = max([local, *(match.run for match in self._nodes.nodes_with(keys, wanted, deadline_s))])
         return Match(local, pool, keys.tokens_of_first(local), keys.tokens_of_first(pool))
 
+    def present_here(self, keys: Keys, *, rectangle: Rectangle | None = None) -> int | None:
+        """Leading chunks that the own host's node has, on whatever tier; None while there is no session with it.
+
+        Never waits: no call, no lock, nothing is opened. Chunks may come from one geometry first and from another then.
+        """
+        self._check(keys, reads=True)
+        host = self._nodes.living_host
+        if host is None:
+            return None
+        wanted, run = rectangle or self.rectangle, 0
+        while run < len(keys):
+            found = host.reader.find(keys.slice(run, len(keys)) if run else keys, wanted).present
+            if not found:
+                break
+            run += found
+        return run
+
     # --- read --------------------------------------------------------------------------------------------
 
     def read(

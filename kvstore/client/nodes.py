@@ -94,6 +94,12 @@ class Nodes:
         """The own host's node (or the one that was named), None if there is none."""
         return self._own
 
+    @property
+    def living_host(self) -> HostNode | None:
+        """The session with the own host's node, None if there is none at this moment. Opens nothing, never waits."""
+        host = self._host
+        return host if host is not None and host.alive else None
+
     def host(self, deadline_s: float = 5.0) -> HostNode | None:
         """The session with the own host's node, opened again if it was lost; None if there is none now."""
         self.check_process()

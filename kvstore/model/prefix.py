@@ -172,28 +172,48 @@ class KeyChain:
 
         `tokens`: token ids, each 0..2**32-1, as list, tuple, array or integer numpy array.
         """
-        chunk_tokens = self._namespace.layout.chunk_tokens
-        messages, token_count = _messages(tokens, chunk_tokens)
+        return self._chained(tokens, extras, None)
+
+    def extended(self, keys: Keys, tokens: Tokens, extras: Sequence[Extra] = ()) -> Keys:
+        """Keys of a prompt that went on: `keys(tokens, extras)`, without computing again what `keys` has of it.
+
+        `keys`: made by this chain, with fingerprints, of the beginning of the same prompt with the same extras. Its
+        full chunks are believed; a shorter last one is computed anew.
+        """
+        if keys.namespace_id != self._namespace.id or keys.first_index or keys.fingerprints is None:
+            raise InvalidRequest("only keys of this namespace, from the start of a prompt and with fingerprints, go on")
+        full = len(keys) - (len(keys) > 0 and keys.last_tokens < keys.chunk_tokens)
+        return self._chained(tokens, extras, keys.slice(0, full))
+
+    def _chained(self, tokens: Tokens, extras: Sequence[Extra], begun: Keys | None) -> Keys:
+        chunk_tokens, first = self._namespace.layout.chunk_tokens, len(begun) if begun is not None else 0
+        messages, token_count = _messages(tokens[first * chunk_tokens :] if first else tokens, chunk_tokens)
+        token_count += first * chunk_tokens
         for extra in extras:
             if extra.kind is ExtraKind.MULTIMODAL and not extra.value:
                 token_count = min(token_count, extra.start // chunk_tokens * chunk_tokens)
         chunk_count = -(-token_count // chunk_tokens)
-        del messages[chunk_count:]
+        del messages[max(0, chunk_count - first) :]
         for index, fields in _chunk_extras(extras, chunk_count, chunk_tokens).items():
-            messages[index] += fields
+            if index >= first:
+                messages[index - first] += fields
         last_tokens = token_count - (chunk_count - 1) * chunk_tokens if chunk_count else 0
         key, fingerprint = self._namespace.id, self._root_fingerprint
+        known, known_fingerprints = b"", np.array([fingerprint], dtype=np.uint64)
+        if begun is not None and begun.fingerprints is not None and first:
+            key, known, known_fingerprints = begun[-1], begun.blob, begun.fingerprints
+            fingerprint = int(known_fingerprints[-1])
         hash_, bits, fingerprint_of = self._hash, self._digest_bits, xxhash.xxh3_64_intdigest
         if bits == KEY_BYTES * 8:
             digests = [key := hash_(key + message).digest() for message in messages]
         else:
             digests = [key := _truncated(hash_(key + message).digest(), bits) for message in messages]
-        fingerprints = [fingerprint, *[fingerprint := fingerprint_of(message, fingerprint) for message in messages]]
+        fingerprints = [fingerprint := fingerprint_of(message, fingerprint) for message in messages]
         return Keys(
             self._namespace.id,
             self._namespace.id,
-            b"".join(digests),
-            np.array(fingerprints, dtype=np.uint64),
+            known + b"".join(digests),
+            np.concatenate((known_fingerprints, np.array(fingerprints, dtype=np.uint64))),
             chunk_tokens,
             last_tokens,
         )

@@ -1,0 +1,328 @@
+"""The worker half of an adapter: carries out one rank's part of the plans, in threads where the engine need not wait.
+
+    let_go      before blocks get new content: stores that read them end, or are given up at the next piece
+    loads       asynchronous ones in threads; the others before the step, or layer by layer beside it
+    stores      after the step, in threads, oldest first; or in the step, layer by layer as it computes them
+
+Every plan is reported once, however it ended. A store that fails is a chunk less in the pool; a load that fails names
+the blocks that hold nothing, and the engine computes them. Nothing here raises because of the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from engine_adapter.engine_chunks import EngineChunks, MakeEndpoint, QueuedChunks
+from engine_adapter.plans import GroupChunks, KvGroup, LoadPlan, StepPlan, StepReport, StorePlan
+from engine_adapter.session import PoolSession
+from kvstore.client import LayersReady, ReadResult, TransferMode
+from kvstore.model.layout import Rectangle
+
+STORES_LIMIT = 256
+"""Store plans that wait; a later one is dropped: an engine must not keep blocks for a pool that is too slow."""
+LET_GO_S = 0.02
+"""So long a store may still take when the engine needs its blocks."""
+LOADS_AT_ONCE = 4
+STORES_AT_ONCE = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """One KV group on one rank. `held`: what its tensors hold; `writes`: whether it stores that, or a twin does."""
+
+    group: KvGroup
+    session: PoolSession
+    held: Rectangle
+    writes: bool
+    make: MakeEndpoint
+    device: torch.device
+    layer_names: tuple[str, ...]
+    """Of the rank's layers, first to last."""
+
+    def chunks(self, chunks: GroupChunks) -> EngineChunks:
+        """These chunks in the engine's blocks."""
+        kind = EngineChunks if self.device.type == "cpu" else QueuedChunks
+        return kind(self.group, chunks, self.make)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Deadlines in seconds, and what goes layer by layer."""
+
+    load_deadline_s: float = 5.0
+    store_deadline_s: float = 10.0
+    layerwise: bool = False
+    async_stores: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What an engine is told after a step. `failed` requests were received in part; `bad_blocks` hold nothing."""
+
+    received: frozenset[str]
+    failed: frozenset[str]
+    bad_blocks: frozenset[int]
+    sent: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Store:
+    plan: StorePlan
+    chunks: tuple[EngineChunks, ...]
+    end_s: float
+    future: Future[int] | None = None
+
+
+@dataclass(slots=True)
+class _LayerLoad:
+    """A load that the step waits for layer by layer. `ready`: the rank's layers before it are there, or never come."""
+
+    plan: LoadPlan
+    future: Future[None]
+    ready: int = 0
+
+
+class Transfers:
+    """One rank's transfers. The verbs belong to the engine's thread, in the order of a step."""
+
+    def __init__(self, groups: Sequence[RankGroup], how: How) -> None:
+        self._groups = tuple(groups)
+        self._how = how
+        self._lock = threading.Condition()
+        self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvstore-load")
+        self._savers = ThreadPoolExecutor(STORES_AT_ONCE, thread_name_prefix="kvstore-store")
+        self._stores: dict[int, _Store] = {}
+        self._by_request: Counter[str] = Counter()
+        """Stores of each request that have not ended."""
+        self._ending: set[str] = set()
+        self._layer_loads: list[_LayerLoad] = []
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad: set[int] = set()
+        self._sent: set[str] = set()
+        self._report = StepReport()
+        self._counts: Counter[str] = Counter()
+        self._layers = {name: place for each in groups[:1] for place, name in enumerate(each.layer_names)}
+
+    # --- the order of a step -----------------------------------------------------------------------------
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Nothing reads blocks any more that get new content in this step. Waits a moment for what is nearly done."""
+        stores = [self._stores[number] for number in plan.let_go if number in self._stores]
+        if not stores:
+            return
+        wait([store.future for store in stores if store.future is not None], timeout=LET_GO_S)
+        for store in stores:
+            if store.future is not None and not store.future.done():
+                self._count("stores_given_up")
+                for chunks in store.chunks:
+                    chunks.close()
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Begin the step's loads. What the step itself needs is there when this returns, or comes layer by layer."""
+        for load in plan.loads:
+            if load.is_async:
+                self._loaders.submit(self._load, load)
+            elif self._how.layerwise and len(self._groups) == 1:
+                with self._lock:
+                    self._layer_loads.append(entry := _LayerLoad(load, Future()))
+                self._loaders.submit(self._load_layers, entry)
+            else:
+                self._load(load)
+
+    def wait_layer(self, name: str) -> None:
+        """The layer of all loads that go layer by layer is there; or it never comes, which the load says at its end."""
+        if not self._layer_loads:
+            return
+        place = self._layers.get(name, len(self._layers))
+        end_s = time.monotonic() + self._how.load_deadline_s + 2.0
+        with self._lock:
+            self._lock.wait_for(
+                lambda: all(load.ready > place for load in self._layer_loads), timeout=end_s - time.monotonic()
+            )
+
+    def after_step(self, plan: StepPlan) -> None:
+        """Loads of the step have ended; its stores begin, and have ended too where they may not outlive the step."""
+        loads, self._layer_loads = self._layer_loads, []
+        for load in loads:
+            load.future.result()
+        for store in plan.stores:
+            self._begin(store)
+        with self._lock:
+            self._ending.update(plan.ending)
+            self._tell_sent()
+
+    def ended(self) -> Ended:
+        """What ended since the last call."""
+        with self._lock:
+            ended = Ended(
+                frozenset(self._received), frozenset(self._failed), frozenset(self._bad), frozenset(self._sent)
+            )
+            for names in (self._received, self._failed, self._sent):
+                names.clear()
+            self._bad.clear()
+            return ended
+
+    def report(self) -> StepReport:
+        """Plans that ended since the last call."""
+        with self._lock:
+            report, self._report = self._report, StepReport()
+            return report
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call, errors of the pool included."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        for each in self._groups:
+            while each.session.errors:
+                name, count = each.session.errors.popitem()
+                counts[f"errors_{name.replace(':', '_')}"] += count
+        return dict(counts)
+
+    def close(self) -> None:
+        """End the threads; copies under way are given up at the next piece."""
+        for store in list(self._stores.values()):
+            for chunks in store.chunks:
+                chunks.close()
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._savers.shutdown(wait=True, cancel_futures=True)
+
+    # --- loads -------------------------------------------------------------------------------------------
+
+    def _load(self, plan: LoadPlan) -> None:
+        """Read all groups; the engine hears of it once, and of the blocks that stayed empty."""
+        bad: set[int] = set()
+        for number, each in enumerate(self._groups):
+            wanted = plan.groups[number]
+            if not len(wanted.keys):
+                continue
+            ticket = plan.tickets[number] if plan.tickets else None
+            into, deadline_s = each.chunks(wanted), self._how.load_deadline_s
+            result = each.session.read(wanted.keys, into, deadline_s=deadline_s, ticket=ticket, rectangle=each.held)
+            bad |= self._missing(each, wanted, result)
+        self._loaded(plan, bad)
+
+    def _load_layers(self, load: _LayerLoad) -> None:
+        """The same for a step that computes meanwhile, layer behind layer."""
+        each, wanted = self._groups[0], load.plan.groups[0]
+
+        def on_layers(ready: LayersReady) -> None:
+            with self._lock:
+                load.ready = ready.layer_stop - each.held.layer_start
+                self._lock.notify_all()
+
+        try:
+            result = each.session.load_layers(
+                wanted.keys,
+                each.chunks(wanted),
+                on_layers,
+                deadline_s=self._how.load_deadline_s,
+                mode=TransferMode.LAYERWISE,
+                rectangle=each.held,
+            )
+            self._loaded(load.plan, self._missing(each, wanted, result))
+        finally:
+            with self._lock:
+                load.ready = len(self._layers) + 1
+                self._lock.notify_all()
+            load.future.set_result(None)
+
+    def _missing(self, each: RankGroup, wanted: GroupChunks, result: ReadResult) -> set[int]:
+        self._count("load_bytes", result.chunks * each.group.namespace.layout.payload_bytes(each.held))
+        self._count("load_tokens", result.tokens)
+        self._count("load_tokens_ssd", result.ssd_tokens)
+        self._count("load_tokens_remote", result.tokens - wanted.keys.tokens_of_first(result.local_chunks))
+        if result.reason is None:
+            return set()
+        self._count(f"load_misses_{result.reason.value}")
+        behind = wanted.blocks[result.chunks * each.group.blocks_per_chunk :]
+        return {block for block in behind if block is not None}
+
+    def _loaded(self, plan: LoadPlan, bad: set[int]) -> None:
+        with self._lock:
+            if plan.is_async:
+                self._received.add(plan.request_id)
+            if bad:
+                self._failed.add(plan.request_id)
+                self._bad |= bad
+                self._report.failed.add(plan.number)
+                self._counts["loads_failed"] += 1
+            self._report.loaded[plan.number] += 1
+
+    # --- stores ------------------------------------------------------------------------------------------
+
+    def _begin(self, plan: StorePlan) -> None:
+        if not any(each.writes for each in self._groups):
+            self._stored(plan, len(plan.groups[0].keys), known=False)
+            return
+        if len(self._stores) >= STORES_LIMIT:
+            self._count("stores_dropped")
+            self._stored(plan, 0, known=False)
+            return
+        chunks = tuple(each.chunks(of) for each, of in zip(self._groups, plan.groups, strict=True))
+        store = _Store(plan, chunks, time.monotonic() + self._how.store_deadline_s)
+        with self._lock:
+            self._stores[plan.number] = store
+            self._by_request[plan.request_id] += 1
+        store.future = self._savers.submit(self._store, store)
+        if not self._how.async_stores:
+            store.future.result()
+
+    def _store(self, store: _Store) -> int:
+        visible = 0
+        try:
+            visible = min(
+                self._store_group(number, each, store) for number, each in enumerate(self._groups) if each.writes
+            )
+        finally:
+            self._stored(store.plan, visible)
+        return visible
+
+    def _store_group(self, number: int, each: RankGroup, store: _Store) -> int:
+        """Store one group's chunks; leading chunks that are visible then."""
+        keys, source, left_s = store.plan.groups[number].keys, store.chunks[number], store.end_s - time.monotonic()
+        if left_s <= 0:
+            self._count("stores_too_late")
+            return 0
+        if source.first_whole and (each.session.present_here(keys) or 0) < source.first_whole:
+            # Blocks of a prompt that the engine no longer has, and the pool neither: nothing can hang on them.
+            self._count("stores_without_parent")
+            return 0
+        ticket = store.plan.tickets[number] if store.plan.tickets else None
+        with each.session.writer(keys, source, ticket=ticket, deadline_s=left_s) as writer:
+            writer.put_chunks(source.first_whole, len(keys))
+            writer.finish()
+        self._count("store_chunks", writer.stored_chunks)
+        self._count("store_bytes", writer.stored_chunks * each.group.namespace.layout.payload_bytes(each.held))
+        return writer.visible_chunks
+
+    def _stored(self, plan: StorePlan, visible: int, *, known: bool = True) -> None:
+        with self._lock:
+            self._report.stored[plan.number] += 1
+            self._report.stored_chunks[plan.number] = visible
+            if known:
+                del self._stores[plan.number]
+                self._by_request[plan.request_id] -= 1
+            self._tell_sent()
+
+    def _tell_sent(self) -> None:
+        """Under the lock: requests that have ended and whose stores have all ended."""
+        for request_id in [name for name in self._ending if self._by_request[name] <= 0]:
+            self._ending.discard(request_id)
+            del self._by_request[request_id]
+            self._sent.add(request_id)
+
+    def _count(self, name: str, count: int = 1) -> None:
+        if count:
+            with self._lock:
+                self._counts[name] += count

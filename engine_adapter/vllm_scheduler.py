@@ -1,0 +1,249 @@
+"""The connector's half in vLLM's engine core: its calls in, plans out. It never waits.
+
+vLLM tells of no preemption in time, so what a step gives new content to is read off the blocks that it hands out.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine_adapter.identity import LoraDigests
+from engine_adapter.looks import Looks
+from engine_adapter.plans import KvGroup, StepPlan, StepReport
+from engine_adapter.pool_access import PoolAccess
+from engine_adapter.requests import Prompt, RequestBook, Rules, Scheduled
+from engine_adapter.session import Binding, PoolSession
+from engine_adapter.vllm_options import Mode, Options
+from engine_adapter.vllm_pool import open_pool
+from kvstore.errors import ConfigurationError, InvalidRequest
+from kvstore.model.prefix import Extra, ExtraKind, KeyChain, Keys
+from kvstore.model.ticket import Ticket, TicketRank
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+HANDOFF = "kvstore"
+"""Our entry in `kv_transfer_params`."""
+NULL_BLOCK = 0
+"""The block that vLLM gives where there is none."""
+
+
+class SchedulerHalf:
+    """All requests of an engine core. One owner: its scheduler."""
+
+    def __init__(self, config: VllmConfig, groups: Sequence[KvGroup], options: Options) -> None:
+        transfer = config.kv_transfer_config
+        self._groups = tuple(groups)
+        self._pool: PoolAccess = open_pool(config, options, "scheduler")
+        secret = options.secret
+        self._sessions = [
+            PoolSession(group.namespace, self._pool.client, Binding(group.geometry, 0, secret)) for group in groups
+        ]
+        for session in self._sessions:
+            session.open()
+        self._looks = Looks(self._sessions, others=bool(options.metadata), wait_s=options.lookup_wait_ms / 1000)
+        rules = Rules(
+            is_async=options.load is Mode.ASYNC,
+            save=bool(transfer.is_kv_producer),
+            load=bool(transfer.is_kv_consumer),
+            save_decode=options.save_decode,
+            least_tokens=options.least_tokens,
+        )
+        self.book = RequestBook(
+            groups,
+            [KeyChain(group.namespace, secret) for group in groups],
+            self._looks,
+            rules,
+            config.parallel_config.world_size,
+            self._make_tickets,
+        )
+        self._lora = LoraDigests()
+        self._waiting: dict[str, Request] = {}
+        """Requests whose adapter's identity is not known yet."""
+        self._incoming: dict[str, tuple[Ticket, ...]] = {}
+        self._counts: Counter[str] = Counter()
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """A new request."""
+        self._waiting[request.request_id] = request
+        self._known(request)
+
+    def _known(self, request: Request) -> bool:
+        """True once the request is in the book; it is not while its adapter is being identified."""
+        if request.request_id not in self._waiting:
+            return True
+        lora = b""
+        no_keys = "prompt_embeds" if request.prompt_embeds is not None or request.prompt_token_ids is None else ""
+        if request.lora_request is not None and not no_keys:
+            try:
+                digest = self._lora.ask(request.lora_request.lora_path)
+            except ConfigurationError as exc:
+                logger.warning("%s", exc)
+                digest, no_keys = b"", "lora"
+            if digest is None:
+                return False
+            lora = digest
+        del self._waiting[request.request_id]
+        params = request.kv_transfer_params or {}
+        incoming = self._tickets_of(params)
+        if incoming:
+            self._incoming[request.request_id] = incoming
+        self.book.begin(
+            Prompt(
+                request.request_id,
+                request.num_prompt_tokens,
+                lambda: request._all_token_ids,
+                None if no_keys else _extras(request, lora),
+                no_keys,
+                incoming,
+                bool(params.get("do_remote_decode")),
+            )
+        )
+        return True
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """(tokens to load behind the local ones, asynchronously); None = ask again."""
+        if not self._known(request):
+            return None, False
+        return self.book.matched_tokens(request.request_id, local_tokens)
+
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], more_tokens: int) -> None:
+        """vLLM has blocks for the request."""
+        self.book.allocated(request.request_id, _without_null(blocks), more_tokens)
+
+    def step(self, output: SchedulerOutput) -> StepPlan:
+        """The plan of a step."""
+        new, cached, state = output.scheduled_new_reqs, output.scheduled_cached_reqs, output.kv_connector_block_state
+        before = {each.req_id: each.num_computed_tokens for each in new}
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            blocks = state.get_block_ids(request_id) if state is not None else None
+            if blocks is not None:
+                after = before[request_id] + count
+                scheduled.append(Scheduled(request_id, after, _without_null(blocks)))
+        taken: list[list[int]] = [[] for _ in self._groups]
+        for each in new:
+            self._take(taken, each.block_ids, each.num_computed_tokens)
+        for request_id, added, tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if added is not None:
+                self._take(taken, added, tokens if request_id in cached.resumed_req_ids else 0)
+        return self.book.step(scheduled, taken)
+
+    def _take(self, taken: list[list[int]], blocks: Sequence[Sequence[int]], computed_tokens: int) -> None:
+        for group, of_group, ids in zip(self._groups, taken, blocks, strict=True):
+            of_group += [block for block in ids[computed_tokens // group.block_tokens :] if block != NULL_BLOCK]
+
+    def reported(self, report: StepReport) -> None:
+        """Ranks have ended plans."""
+        read, _ = self.book.reported(report)
+        for request_id in read:
+            self._release(self._incoming.pop(request_id, ()))
+
+    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended: (keep its blocks, parameters for whoever goes on with it)."""
+        from vllm.v1.request import RequestStatus
+
+        self._waiting.pop(request.request_id, None)
+        self._release(self._incoming.pop(request.request_id, ()))
+        aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+        keep, tickets = self.book.finished(
+            request.request_id, request.num_computed_tokens, _without_null(blocks), aborted=aborted
+        )
+        if not tickets or aborted:
+            return keep, None
+        return keep, {HANDOFF: {"tickets": [ticket.to_json() for ticket in tickets]}}
+
+    # --- handoffs ----------------------------------------------------------------------------------------
+
+    def _make_tickets(self, groups: Sequence[Keys]) -> tuple[Ticket, ...]:
+        """Tickets for a prompt that another engine goes on with; none while the own node is not known."""
+        node = self._sessions[0].node
+        if node is None:
+            self._counts["tickets_without_node"] += 1
+            return ()
+        return tuple(
+            Ticket(
+                secrets.token_bytes(16),
+                keys.namespace_id,
+                keys[0],
+                keys[-1],
+                len(keys),
+                keys.last_tokens,
+                tuple(TicketRank(node.node_id, node.epoch, each) for each in group.geometry.rectangles),
+            )
+            for group, keys in zip(self._groups, groups, strict=True)
+        )
+
+    def _tickets_of(self, params: Mapping[str, Any]) -> tuple[Ticket, ...]:
+        entry = params.get(HANDOFF)
+        if not entry:
+            return ()
+        try:
+            return tuple(Ticket.from_json(each) for each in entry["tickets"])
+        except (InvalidRequest, KeyError, TypeError) as exc:
+            logger.warning("kv_transfer_params has no tickets of this pool: %s", exc)
+            self._counts["tickets_unreadable"] += 1
+            return ()
+
+    def _release(self, tickets: Sequence[Ticket]) -> None:
+        """The handoff was read, or will not be: its pins end. In a thread, because it asks the nodes."""
+        for session, ticket in zip(self._sessions, tickets, strict=False):
+            self._looks.later(partial(session.release, ticket))
+
+    # --- the rest ----------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        """Nothing yet."""
+        return ()
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        taken: Counter[str] = Counter()
+        for counts in (self._counts, self.book.counts, self._looks.counts):
+            taken.update(counts)
+            counts.clear()
+        for session in self._sessions:
+            while session.errors:
+                name, count = session.errors.popitem()
+                taken[f"errors_{name.replace(':', '_')}"] += count
+        return dict(taken)
+
+    def close(self) -> None:
+        """End threads and sessions."""
+        self._looks.close()
+        self._lora.close()
+        self._pool.close()
+
+
+def _without_null(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
+    return tuple(tuple(None if block == NULL_BLOCK else block for block in ids) for ids in blocks)
+
+
+def _extras(request: Request, lora: bytes) -> tuple[Extra, ...]:
+    """What changes the meaning of the tokens: adapter, salt, pictures and the like."""
+    extras = []
+    if lora:
+        extras.append(Extra(ExtraKind.LORA, lora))
+    if request.cache_salt:
+        extras.append(Extra(ExtraKind.SALT, request.cache_salt.encode()))
+    for feature in request.mm_features:
+        start = feature.mm_position.offset
+        value = feature.identifier.encode() if feature.identifier else b""
+        # An identifier is a hash's text or what the caller says of the item; short ones are filled up, never cut.
+        padded = value if not value or len(value) >= 16 else value.rjust(16, b"\0")
+        extras.append(Extra(ExtraKind.MULTIMODAL, padded, start, start + feature.mm_position.length))
+    return tuple(extras)

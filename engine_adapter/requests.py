@@ -238,7 +238,7 @@ class RequestBook:
             request.phase = Phase.RUNNING
             self._unconfirmed[plan.number] = tuple(_ids(each.blocks) for each in groups)
         self.counts["loads"] += 1
-        self.counts["load_tokens"] += more_tokens
+        self.counts["planned_tokens"] += more_tokens
 
     def _to_load(self, group: KvGroup, keys: Keys, blocks: Sequence[int | None], start: int, stop: int) -> GroupChunks:
         """The chunks of which some block in tokens [start, stop) is there and empty."""

@@ -106,6 +106,8 @@ class Transfers:
         """Stores of each request that have not ended."""
         self._ending: set[str] = set()
         self._layer_loads: list[_LayerLoad] = []
+        self._loading = 0
+        """Loads under way."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._bad: set[int] = set()
@@ -130,6 +132,8 @@ class Transfers:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the step's loads. What the step itself needs is there when this returns, or comes layer by layer."""
+        with self._lock:
+            self._loading += len(plan.loads)
         for load in plan.loads:
             if load.is_async:
                 self._loaders.submit(self._load, load)
@@ -178,6 +182,11 @@ class Transfers:
         with self._lock:
             report, self._report = self._report, StepReport()
             return report
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        """Wait until no load and no store is under way; False if that takes longer."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._loading and not self._stores, timeout=deadline_s)
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call, errors of the pool included."""
@@ -258,6 +267,8 @@ class Transfers:
                 self._report.failed.add(plan.number)
                 self._counts["loads_failed"] += 1
             self._report.loaded[plan.number] += 1
+            self._loading -= 1
+            self._lock.notify_all()
 
     # --- stores ------------------------------------------------------------------------------------------
 
@@ -314,6 +325,7 @@ class Transfers:
                 del self._stores[plan.number]
                 self._by_request[plan.request_id] -= 1
             self._tell_sent()
+            self._lock.notify_all()
 
     def _tell_sent(self) -> None:
         """Under the lock: requests that have ended and whose stores have all ended."""

@@ -375,6 +375,10 @@ class RequestBook:
         self._number += 1
         return self._number
 
+    def is_storing(self, request_id: str) -> bool:
+        """True while stores of an ended request are not reported by all ranks."""
+        return request_id in self._ending
+
     def check(self) -> None:
         """What is kept belongs to requests that live, or whose plans are not reported."""
         for number in {*self._saving, *self._unconfirmed}:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,6 @@ from kvstore.model.layout import Rectangle
 
 STORES_LIMIT = 256
 """Store plans that wait; a later one is dropped: an engine must not keep blocks for a pool that is too slow."""
-LET_GO_S = 0.02
-"""So long a store may still take when the engine needs its blocks."""
 LOADS_AT_ONCE = 4
 STORES_AT_ONCE = 2
 
@@ -61,6 +59,8 @@ class How:
 
     load_deadline_s: float = 5.0
     store_deadline_s: float = 10.0
+    let_go_s: float = 0.02
+    """So long a store may still take when the engine needs its blocks."""
     layerwise: bool = False
     async_stores: bool = True
 
@@ -95,12 +95,12 @@ class _LayerLoad:
 class Transfers:
     """One rank's transfers. The verbs belong to the engine's thread, in the order of a step."""
 
-    def __init__(self, groups: Sequence[RankGroup], how: How) -> None:
+    def __init__(self, groups: Sequence[RankGroup], how: How, savers: Executor | None = None) -> None:
         self._groups = tuple(groups)
         self._how = how
         self._lock = threading.Condition()
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvstore-load")
-        self._savers = ThreadPoolExecutor(STORES_AT_ONCE, thread_name_prefix="kvstore-store")
+        self._savers = savers or ThreadPoolExecutor(STORES_AT_ONCE, thread_name_prefix="kvstore-store")
         self._stores: dict[int, _Store] = {}
         self._by_request: Counter[str] = Counter()
         """Stores of each request that have not ended."""
@@ -123,7 +123,7 @@ class Transfers:
         stores = [self._stores[number] for number in plan.let_go if number in self._stores]
         if not stores:
             return
-        wait([store.future for store in stores if store.future is not None], timeout=LET_GO_S)
+        wait([store.future for store in stores if store.future is not None], timeout=self._how.let_go_s)
         for store in stores:
             if store.future is not None and not store.future.done():
                 self._count("stores_given_up")

@@ -85,7 +85,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, groups, options)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, groups, options)
             for group in groups:
                 logger.info("KV of %s, %d tokens a chunk", group.namespace.title, group.chunk_tokens)
         else:

@@ -18,6 +18,7 @@ from engine_adapter.plans import KvGroup, StepPlan, StepReport
 from engine_adapter.pool_access import PoolAccess
 from engine_adapter.requests import Prompt, RequestBook, Rules, Scheduled
 from engine_adapter.session import Binding, PoolSession
+from engine_adapter.vllm_events import StoredEvents
 from engine_adapter.vllm_options import Mode, Options
 from engine_adapter.vllm_pool import open_pool
 from kvstore.errors import ConfigurationError, InvalidRequest
@@ -27,6 +28,7 @@ from kvstore.model.ticket import Ticket, TicketRank
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,9 @@ NULL_BLOCK = 0
 class SchedulerHalf:
     """All requests of an engine core. One owner: its scheduler."""
 
-    def __init__(self, config: VllmConfig, groups: Sequence[KvGroup], options: Options) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_cache: KVCacheConfig, groups: Sequence[KvGroup], options: Options
+    ) -> None:
         transfer = config.kv_transfer_config
         self._groups = tuple(groups)
         self._pool: PoolAccess = open_pool(config, options, "scheduler")
@@ -71,12 +75,19 @@ class SchedulerHalf:
         """Requests whose adapter's identity is not known yet."""
         self._incoming: dict[str, tuple[Ticket, ...]] = {}
         self._counts: Counter[str] = Counter()
+        self._events: StoredEvents | None = None
+        if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
+            self._events = StoredEvents(kv_cache.hash_block_size or groups[0].block_tokens)
+        self._told_of: dict[str, Request] = {}
+        """Requests of whose chunks events may come."""
 
     # --- requests ----------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
         """A new request."""
         self._waiting[request.request_id] = request
+        if self._events is not None:
+            self._told_of[request.request_id] = request
         self._known(request)
 
     def _known(self, request: Request) -> bool:
@@ -149,9 +160,22 @@ class SchedulerHalf:
 
     def reported(self, report: StepReport) -> None:
         """Ranks have ended plans."""
-        read, _ = self.book.reported(report)
+        read, stored = self.book.reported(report)
         for request_id in read:
             self._release(self._incoming.pop(request_id, ()))
+        if self._events is None:
+            return
+        for request_id, chunks in stored:
+            request = self._told_of.get(request_id)
+            if request is not None:
+                self._events.stored(request, min(chunks * self._groups[0].chunk_tokens, request.num_tokens))
+                if request.is_finished() and not self.book.is_storing(request_id):
+                    self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if self._events is not None:
+            self._told_of.pop(request_id, None)
+            self._events.forget(request_id)
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended: (keep its blocks, parameters for whoever goes on with it)."""
@@ -163,6 +187,8 @@ class SchedulerHalf:
         keep, tickets = self.book.finished(
             request.request_id, request.num_computed_tokens, _without_null(blocks), aborted=aborted
         )
+        if not keep:
+            self._forget(request.request_id)
         if not tickets or aborted:
             return keep, None
         return keep, {HANDOFF: {"tickets": [ticket.to_json() for ticket in tickets]}}
@@ -207,8 +233,8 @@ class SchedulerHalf:
     # --- the rest ----------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[Any]:
-        """Nothing yet."""
-        return ()
+        """What was stored since the last call, where events are wanted."""
+        return self._events.take() if self._events is not None else ()
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""

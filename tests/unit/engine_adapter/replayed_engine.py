@@ -1,12 +1,13 @@
 """An engine without a model: it calls the adapter's two halves in the order in which vLLM calls a connector.
 
-A token's KV is bytes that depend on all tokens up to it, so that a wrong block is recognised; fresh blocks are poisoned.
+A token's KV is bytes that depend on all tokens up to it, so that a wrong block is recognised; blocks begin poisoned.
 Blocks are given out lowest number first, so that tests can make one be used again at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -93,6 +94,7 @@ class ReplayedEngine:
         blocks: int = 32,
         rules: Rules = Rules(),  # noqa: B008
         how: How = How(),  # noqa: B008
+        savers: Executor | None = None,
     ) -> None:
         self.groups = tuple(groups) or (group(),)
         self.sessions = [PoolSession(each.namespace, lambda: client, Binding(each.geometry)) for each in self.groups]
@@ -103,7 +105,7 @@ class ReplayedEngine:
         self.book = RequestBook(self.groups, chains, self.looks, rules, 1, lambda keys: ())
         shape = (blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM)
         self.tensors = [[torch.full(shape, POISON) for _ in range(LAYERS)] for _ in self.groups]
-        self.transfers = Transfers([self._rank(number) for number in range(len(self.groups))], how)
+        self.transfers = Transfers([self._rank(number) for number in range(len(self.groups))], how, savers)
         self.free = [list(range(blocks)) for _ in self.groups]
         self.requests: dict[str, Running] = {}
         self.kept: dict[str, Running] = {}

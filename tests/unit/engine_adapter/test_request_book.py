@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import pytest
 from replayed_engine import (
@@ -51,40 +53,46 @@ def test_what_one_engine_stored_another_one_loads(
     assert engines[1].run("a", tokens(1, count)) == (whole if rules.is_async else min(whole, count - 1))
 
 
+class Held(Executor):
+    """Stores wait until the test lets them go."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.append((future, lambda: call(*args, **kwargs)))
+        return future
+
+    def go(self) -> None:
+        for future, call in self._calls:
+            future.set_result(call())
+        self._calls.clear()
+
+
+@pytest.mark.parametrize("again", ["preempted", "ended"])
 def test_a13_a_store_under_way_never_takes_what_came_into_its_blocks(
-    pool: Client, engines: list[ReplayedEngine]
+    pool: Client, engines: list[ReplayedEngine], again: str
 ) -> None:
-    engine = ReplayedEngine(pool)
-    engines.append(engine)
-    held = engine.transfers._savers.submit  # the queue is held: nothing is stored until the test lets it go
-    waiting: list[tuple[object, ...]] = []
-
-    class Later:
-        def done(self) -> bool:
-            return False
-
-    engine.transfers._savers.submit = lambda *call: waiting.append(call) or Later()  # type: ignore[assignment, func-returns-value]
-    import engine_adapter.transfers as module
-
-    original, module.wait = module.wait, lambda futures, timeout: None  # type: ignore[assignment]
-    try:
-        engine.add("a", tokens(1, 16))
-        engine.admit("a")
-        engine.step("a")
+    held = Held()
+    engine = ReplayedEngine(pool, how=How(let_go_s=0.0), savers=held)
+    engines += [engine, ReplayedEngine(pool)]
+    running = engine.add("a", tokens(1, 16))
+    engine.admit("a")
+    engine.step("a")
+    if again == "preempted":
         engine.preempt("a")
-        engine.add("b", tokens(2, 16))
-        engine.admit("b")
-        plan = engine.step("b")  # in the very blocks of a
-    finally:
-        module.wait = original
-        engine.transfers._savers.submit = held  # type: ignore[method-assign]
+    else:
+        assert engine.finish("a"), "its blocks are kept"
+        engine._free(engine.kept["a"])  # and an engine that does not keep them is no danger either
+        running.blocks = []
+    engine.add("b", tokens(2, 16))
+    engine.admit("b")
+    plan = engine.step("b")  # in the very blocks of a
     assert plan.let_go, "the plan says whose blocks are taken"
-    for call in waiting:
-        held(*call).result()  # type: ignore[arg-type]
-    other = ReplayedEngine(pool)
-    engines.append(other)
-    assert other.run("a", tokens(1, 16)) == 0, "given up, and never the other request's bytes"
-    assert other.run("b", tokens(2, 16)) == 16
+    held.go()
+    assert engines[1].run("a", tokens(1, 16)) == 0, "given up, and never the other request's bytes"
+    assert engines[1].run("b", tokens(2, 16)) == 16
 
 
 def test_blocks_of_an_ended_request_stay_until_its_stores_were_told(

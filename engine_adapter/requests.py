@@ -338,7 +338,7 @@ class RequestBook:
 
     def _load_failed(self, number: int) -> None:
         request = self._requests.get(self._owners.get(number, ""))
-        if request is not None and request.load == number:
+        if request is not None and request.load == number and request.may_load:
             # Once only: a pool that fails again and again must not keep a request from being computed.
             request.may_load = False
             request.offered_chunks = min(request.offered_chunks, request.local_tokens // self._chunk_tokens)

@@ -265,7 +265,6 @@ class Transfers:
                 self._failed.add(plan.request_id)
                 self._bad |= bad
                 self._report.failed.add(plan.number)
-                self._counts["loads_failed"] += 1
             self._report.loaded[plan.number] += 1
             self._loading -= 1
             self._lock.notify_all()

@@ -75,10 +75,10 @@ def revision_of(config: VllmConfig, options: Options) -> tuple[str, str]:
         return name, options.revision
     if config.load_config.load_format == "dummy":
         return name, blake2b(repr((also, model.seed, model.hf_config)).encode(), digest_size=16).hexdigest()
-    return name, weights_digest(_folder(model.model, model.revision), also)
+    return name, weights_digest(weights_folder(model.model, model.revision), also)
 
 
-def _folder(model: str, revision: str | None) -> Path:
+def weights_folder(model: str, revision: str | None) -> Path:
     """Where the weights of a model lie: its folder, or the one that a hub's cache has."""
     if Path(model).exists():
         return Path(model)

@@ -1,0 +1,179 @@
+"""Chunks that an engine names and cuts itself, as rows of bytes: the pool behind an engine's own host tier.
+
+An engine that offloads by itself gives each chunk a name (a hash of everything before it) and a row of bytes in its
+host memory. Here the name becomes a key, and each row a chunk of its own at the start of a prompt: without the tokens
+there is no chain, so rows leave the pool one by one, as they do in the engine. Whether two rows are the same is for the
+engine's names to say; that two models' rows are not is for the namespace.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from engine_adapter.looks import Looks
+from engine_adapter.session import PoolSession
+from kvstore.client.buffers import ChunkArray
+from kvstore.errors import LayoutMismatch
+from kvstore.model.layout import Attention, Dtype, PageLayout
+from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import KEY_BYTES, Keys
+
+Move = Callable[[bytes, int, float], bool]
+"""(name, place of its row, seconds left) -> whether it is done."""
+Rows = npt.NDArray[np.uint8]
+"""(rows, row bytes): the engine's host memory."""
+JOBS_AT_ONCE = 4
+LOST_LIMIT = 65536
+"""Names of rows that were found and not delivered: they count as missing until they are stored again."""
+
+
+def row_layout(row_bytes: int, row_tokens: int) -> PageLayout:
+    """A layout with chunks of exactly `row_bytes`: one page of `row_tokens` tokens in as few layers as sizes allow.
+
+    LayoutMismatch where no such cut exists.
+    """
+    a_token, rest = divmod(row_bytes, row_tokens)
+    layers = next((n for n in range(1, 1 << 12) if not a_token % n and a_token // n < 1 << 16), 0)
+    if rest or not layers:
+        raise LayoutMismatch(f"rows of {row_bytes} bytes for {row_tokens} tokens cannot be cut into equal layers")
+    return PageLayout(
+        layers=layers,
+        kv_heads=1,
+        head_dim=a_token // layers,
+        dtype=Dtype.FP8_E4M3,  # one byte an element; what the elements are says the namespace
+        page_tokens=row_tokens,
+        pages_per_chunk=1,
+        attention=Attention.MLA,
+        interior="engine-row",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """A job that ended. `done`: names whose rows were stored, or delivered."""
+
+    job: int
+    done: tuple[bytes, ...]
+    whole: bool
+    seconds: float
+    size_bytes: int
+
+
+class RowPool:
+    """The rows of one engine. `find` never waits; jobs run in threads. `session`: of a namespace with `row_layout`."""
+
+    def __init__(
+        self, namespace: Namespace, session: PoolSession, looks: Looks, rows: Rows, *, secret: bytes, deadline_s: float
+    ) -> None:
+        if rows.ndim != 2 or rows.shape[1] != namespace.layout.chunk_bytes:
+            raise LayoutMismatch(f"rows are (count, {namespace.layout.chunk_bytes}) bytes, not {rows.shape}")
+        self.counts: Counter[str] = Counter()
+        self._namespace = namespace
+        self._session = session
+        self._looks = looks
+        self._rows = rows
+        self._secret = secret
+        self._deadline_s = deadline_s
+        self._threads = ThreadPoolExecutor(JOBS_AT_ONCE, thread_name_prefix="kvstore-rows")
+        self._idle = threading.Condition()
+        self._under_way = 0
+        self._ends: deque[JobEnd] = deque()
+        self._lost: set[bytes] = set()
+
+    def keys(self, name: bytes) -> Keys:
+        """The row's key."""
+        key = blake2b(
+            self._namespace.id + name, digest_size=KEY_BYTES, key=self._secret, person=b"kvstore-row"
+        ).digest()
+        root = xxhash.xxh3_64_intdigest(self._namespace.id)
+        fingerprints = np.array([root, xxhash.xxh3_64_intdigest(name, root)], dtype=np.uint64)
+        tokens = self._namespace.layout.chunk_tokens
+        return Keys(self._namespace.id, self._namespace.id, key, fingerprints, tokens, tokens)
+
+    def find(self, name: bytes) -> bool | None:
+        """True if the pool has the row, None = not known yet, ask again."""
+        if name in self._lost:
+            return False
+        found = self._looks.ask(name.hex(), [self.keys(name)])
+        return None if found is None else found > 0
+
+    def store(self, job: int, names: Sequence[bytes], places: Sequence[int]) -> None:
+        """Store these rows; the engine leaves them as they are until the job has ended."""
+        self._lost.difference_update(names)
+        self._begin(job, names, places, self._store_row)
+
+    def load(self, job: int, names: Sequence[bytes], places: Sequence[int]) -> None:
+        """Fill these rows. One that does not come is not found any more until it is stored again."""
+        self._begin(job, names, places, self._load_row)
+
+    def _begin(self, job: int, names: Sequence[bytes], places: Sequence[int], move: Move) -> None:
+        with self._idle:
+            self._under_way += 1
+        self._threads.submit(self._run, job, tuple(names), tuple(places), move)
+
+    def _run(self, job: int, names: tuple[bytes, ...], places: tuple[int, ...], move: Move) -> None:
+        start_s, done = time.monotonic(), []
+        try:
+            for name, place in zip(names, places, strict=True):
+                left_s = start_s + self._deadline_s - time.monotonic()
+                if left_s > 0 and move(name, place, left_s):
+                    done.append(name)
+        finally:
+            size_bytes = len(done) * self._namespace.layout.chunk_bytes
+            end = JobEnd(job, tuple(done), len(done) == len(names), time.monotonic() - start_s, size_bytes)
+            with self._idle:
+                self._ends.append(end)
+                self._under_way -= 1
+                self._idle.notify_all()
+
+    def _row(self, place: int) -> ChunkArray:
+        layout = self._namespace.layout
+        return ChunkArray(self._rows[place].reshape(1, *layout.shape(layout.whole)), layout.whole)
+
+    def _store_row(self, name: bytes, place: int, left_s: float) -> bool:
+        with self._session.writer(self.keys(name), self._row(place), deadline_s=left_s) as writer:
+            writer.put_chunks(0, 1)
+            writer.finish()
+        self.counts["store_rows"] += writer.stored_chunks
+        return writer.visible_chunks == 1
+
+    def _load_row(self, name: bytes, place: int, left_s: float) -> bool:
+        result = self._session.read(self.keys(name), self._row(place), deadline_s=left_s)
+        if result.chunks:
+            self.counts["load_rows"] += 1
+            return True
+        self.counts[f"load_misses_{result.reason}"] += 1
+        if len(self._lost) < LOST_LIMIT:
+            self._lost.add(name)
+        return False
+
+    def ended(self) -> list[JobEnd]:
+        """Jobs that ended since the last call."""
+        with self._idle:
+            ends = list(self._ends)
+            self._ends.clear()
+        return ends
+
+    @property
+    def busy(self) -> bool:
+        """True while a job is under way or has not been told."""
+        return self._under_way > 0 or bool(self._ends)
+
+    def wait_idle(self) -> None:
+        """Return when no row is read or written any more: within the jobs' deadlines."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._under_way)
+
+    def close(self) -> None:
+        """End the threads after the jobs that are under way."""
+        self._threads.shutdown(wait=True)

@@ -1,0 +1,105 @@
+"""An engine's own host chunks as rows of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvstore
+from engine_adapter.looks import Looks
+from engine_adapter.rows import RowPool, Rows, row_layout
+from engine_adapter.session import PoolSession
+from kvstore.client import Client
+from kvstore.errors import LayoutMismatch
+from kvstore.model.namespace import Namespace
+
+ROW_BYTES, ROW_TOKENS = 16 * 96, 16
+NAMES = [bytes([number]) * 36 for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "tokens", "layers"),
+    [(262_144, 128, 1), (16 * 327_680, 16, 8), (ROW_BYTES, 16, 1), (16 * 65_537 * 2, 16, 65_537)],
+)
+def test_a_row_is_cut_into_as_few_layers_as_sizes_allow(row_bytes: int, tokens: int, layers: int) -> None:
+    if layers > 4096:
+        with pytest.raises(LayoutMismatch, match="cannot be cut"):
+            row_layout(row_bytes, tokens)
+        return
+    layout = row_layout(row_bytes, tokens)
+    assert layout.chunk_bytes == row_bytes and layout.chunk_tokens == tokens
+    assert layout.layers == layers or layout.head_dim < 1 << 16
+
+
+def test_a_row_that_is_not_whole_tokens_is_refused() -> None:
+    with pytest.raises(LayoutMismatch):
+        row_layout(100, 16)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with kvstore.open_local("8MiB") as made:
+        yield made
+
+
+def pool(client: Client, rows: Rows, revision: str = "1") -> RowPool:
+    namespace = Namespace("m", revision, row_layout(ROW_BYTES, ROW_TOKENS), "rows/x")
+    session = PoolSession(namespace, lambda: client)
+    session.open()
+    looks = Looks([session], others=False, wait_s=0.1)
+    return RowPool(namespace, session, looks, rows, secret=b"", deadline_s=5.0)
+
+
+def filled(seed: int) -> Rows:
+    return np.random.default_rng(seed).integers(0, 256, (8, ROW_BYTES), dtype=np.uint8)
+
+
+def test_rows_come_back_into_other_places_under_their_names(client: Client) -> None:
+    source, target = filled(1), filled(2)
+    saving, loading = pool(client, source), pool(client, target)
+    saving.store(7, NAMES[:3], [4, 0, 2])
+    saving.wait_idle()
+    (end,) = saving.ended()
+    assert (end.job, end.done, end.whole, end.size_bytes) == (7, tuple(NAMES[:3]), True, 3 * ROW_BYTES)
+    assert [loading.find(name) for name in NAMES[:4]] == [True, True, True, False]
+    loading.load(8, NAMES[:3], [1, 5, 6])
+    assert loading.busy
+    loading.wait_idle()
+    assert loading.ended()[0].whole and not loading.busy
+    assert np.array_equal(target[[1, 5, 6]], source[[4, 0, 2]])
+    untouched = filled(2)
+    assert np.array_equal(target[[0, 2, 3, 4, 7]], untouched[[0, 2, 3, 4, 7]])
+    for each in (saving, loading):
+        each.close()
+
+
+def test_b10_a_row_that_does_not_come_is_not_found_again(client: Client) -> None:
+    rows = pool(client, filled(1))
+    rows.store(1, NAMES[:2], [0, 1])
+    rows.wait_idle()
+    client.bind(rows._namespace).remove(rows.keys(NAMES[1]))
+    rows.load(2, NAMES[:2], [2, 3])
+    rows.wait_idle()
+    end = rows.ended()[-1]
+    assert (end.done, end.whole) == ((NAMES[0],), False)
+    assert rows.find(NAMES[1]) is False
+    rows.store(3, NAMES[1:2], [1])
+    rows.wait_idle()
+    assert rows.find(NAMES[1]) is True
+    rows.close()
+
+
+def test_a06_rows_of_other_weights_are_others(client: Client) -> None:
+    one, other = pool(client, filled(1)), pool(client, filled(2), revision="2")
+    one.store(1, NAMES[:1], [0])
+    one.wait_idle()
+    assert one.find(NAMES[0]) is True and other.find(NAMES[0]) is False
+    one.close()
+    other.close()
+
+
+def test_rows_of_another_size_are_refused(client: Client) -> None:
+    with pytest.raises(LayoutMismatch, match="rows are"):
+        pool(client, np.zeros((4, ROW_BYTES + 16), np.uint8))

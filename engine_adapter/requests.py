@@ -140,6 +140,8 @@ class RequestBook:
     def begin(self, prompt: Prompt) -> None:
         """The engine has a new request."""
         self._requests[prompt.request_id] = _Request(prompt)
+        if prompt.extras is None:
+            self.counts[f"no_keys_{prompt.no_keys or 'unknown'}"] += 1
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens behind the engine's own `local_tokens` that can be loaded, whether asynchronously).
@@ -199,7 +201,6 @@ class RequestBook:
         """Keys of all tokens so far; False where the request may have none."""
         prompt = request.prompt
         if prompt.extras is None:
-            self.counts[f"no_keys_{prompt.no_keys or 'unknown'}"] += 1
             return False
         tokens = prompt.tokens()
         if not request.keys:
@@ -274,7 +275,7 @@ class RequestBook:
         return StepPlan(tuple(loads), tuple(stores), tuple(let_go), tuple(ending))
 
     def _to_store(
-        self, request: _Request, computed_tokens: int, blocks: Blocks, *, confirmed: bool = False
+        self, request: _Request, computed_tokens: int, get_blocks: Callable[[], Blocks], *, confirmed: bool = False
     ) -> StorePlan | None:
         """What of the request becomes complete in this step and is not in the pool, as far as is known.
 
@@ -289,6 +290,7 @@ class RequestBook:
         tail = bool(request.tickets) and not request.tail_offered and known >= prompt.prompt_tokens
         if stop <= request.offered_chunks and not tail:
             return None
+        blocks = get_blocks()
         if not confirmed and any(_overlap(loading, blocks) for loading in self._unconfirmed.values()):
             return None  # offered again in the next step, when it is known that nothing was missing
         first, request.offered_chunks = request.offered_chunks, stop
@@ -361,7 +363,7 @@ class RequestBook:
             self.counts["ended_while_loading"] += 1
             return False, ()  # the engine keeps the blocks until the load is reported
         if request.phase is Phase.RUNNING:
-            plan = self._to_store(request, computed_tokens, blocks, confirmed=not aborted)
+            plan = self._to_store(request, computed_tokens, lambda: blocks, confirmed=not aborted)
             if plan is not None:
                 self._late_stores.append(plan)
         if request.stores:
@@ -394,11 +396,11 @@ class RequestBook:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A request in a step: after it `computed_tokens` of its tokens have their KV in `blocks`."""
+    """A request in a step: after it `computed_tokens` of its tokens have their KV in `blocks()`."""
 
     request_id: str
     computed_tokens: int
-    blocks: Blocks
+    blocks: Callable[[], Blocks]
 
 
 def _ids(blocks: Iterable[int | None]) -> frozenset[int]:

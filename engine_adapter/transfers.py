@@ -22,7 +22,7 @@ import torch
 
 from engine_adapter.engine_chunks import EngineChunks, MakeEndpoint, QueuedChunks
 from engine_adapter.plans import GroupChunks, KvGroup, LoadPlan, StepPlan, StepReport, StorePlan
-from engine_adapter.session import PoolSession
+from engine_adapter.session import PoolSession, guarded
 from kvstore.client import LayersReady, ReadResult, TransferMode
 from kvstore.model.layout import Rectangle
 
@@ -97,6 +97,7 @@ class Transfers:
 
     def __init__(self, groups: Sequence[RankGroup], how: How, savers: Executor | None = None) -> None:
         self._groups = tuple(groups)
+        self._errors = groups[0].session.errors
         self._how = how
         self._lock = threading.Condition()
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvstore-load")
@@ -210,19 +211,31 @@ class Transfers:
 
     def _load(self, plan: LoadPlan) -> None:
         """Read all groups; the engine hears of it once, and of the blocks that stayed empty."""
+        self._loaded(plan, guarded(self._errors, "load", lambda: self._read(plan), None))
+
+    def _read(self, plan: LoadPlan) -> set[int]:
+        """Blocks of all groups that stayed empty."""
         bad: set[int] = set()
         for number, each in enumerate(self._groups):
             wanted = plan.groups[number]
-            if not len(wanted.keys):
-                continue
             ticket = plan.tickets[number] if plan.tickets else None
-            into, deadline_s = each.chunks(wanted), self._how.load_deadline_s
-            result = each.session.read(wanted.keys, into, deadline_s=deadline_s, ticket=ticket, rectangle=each.held)
-            bad |= self._missing(each, wanted, result)
-        self._loaded(plan, bad)
+            if len(wanted.keys):
+                into, deadline_s = each.chunks(wanted), self._how.load_deadline_s
+                result = each.session.read(wanted.keys, into, deadline_s=deadline_s, ticket=ticket, rectangle=each.held)
+                bad |= self._missing(each, wanted, result)
+        return bad
 
     def _load_layers(self, load: _LayerLoad) -> None:
         """The same for a step that computes meanwhile, layer behind layer."""
+        try:
+            self._loaded(load.plan, guarded(self._errors, "load", lambda: self._read_layers(load), None))
+        finally:
+            with self._lock:
+                load.ready = len(self._layers) + 1
+                self._lock.notify_all()
+            load.future.set_result(None)
+
+    def _read_layers(self, load: _LayerLoad) -> set[int]:
         each, wanted = self._groups[0], load.plan.groups[0]
 
         def on_layers(ready: LayersReady) -> None:
@@ -230,21 +243,15 @@ class Transfers:
                 load.ready = ready.layer_stop - each.held.layer_start
                 self._lock.notify_all()
 
-        try:
-            result = each.session.load_layers(
-                wanted.keys,
-                each.chunks(wanted),
-                on_layers,
-                deadline_s=self._how.load_deadline_s,
-                mode=TransferMode.LAYERWISE,
-                rectangle=each.held,
-            )
-            self._loaded(load.plan, self._missing(each, wanted, result))
-        finally:
-            with self._lock:
-                load.ready = len(self._layers) + 1
-                self._lock.notify_all()
-            load.future.set_result(None)
+        result = each.session.load_layers(
+            wanted.keys,
+            each.chunks(wanted),
+            on_layers,
+            deadline_s=self._how.load_deadline_s,
+            mode=TransferMode.LAYERWISE,
+            rectangle=each.held,
+        )
+        return self._missing(each, wanted, result)
 
     def _missing(self, each: RankGroup, wanted: GroupChunks, result: ReadResult) -> set[int]:
         self._count("load_bytes", result.chunks * each.group.namespace.layout.payload_bytes(each.held))
@@ -257,7 +264,10 @@ class Transfers:
         behind = wanted.blocks[result.chunks * each.group.blocks_per_chunk :]
         return {block for block in behind if block is not None}
 
-    def _loaded(self, plan: LoadPlan, bad: set[int]) -> None:
+    def _loaded(self, plan: LoadPlan, bad: set[int] | None) -> None:
+        """The load has ended; `bad` None: in a way that nobody expected, so nothing of it counts."""
+        if bad is None:
+            bad = {block for each in plan.groups for block in each.blocks if block is not None}
         with self._lock:
             if plan.is_async:
                 self._received.add(plan.request_id)
@@ -279,7 +289,11 @@ class Transfers:
             self._count("stores_dropped")
             self._stored(plan, 0, known=False)
             return
-        chunks = tuple(each.chunks(of) for each, of in zip(self._groups, plan.groups, strict=True))
+        pairs = list(zip(self._groups, plan.groups, strict=True))
+        chunks = guarded(self._errors, "store", lambda: tuple(each.chunks(of) for each, of in pairs), None)
+        if chunks is None:
+            self._stored(plan, 0, known=False)
+            return
         store = _Store(plan, chunks, time.monotonic() + self._how.store_deadline_s)
         with self._lock:
             self._stores[plan.number] = store

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from engine_adapter.copy import PagedKv
+from engine_adapter.cuts import Cut
 from engine_adapter.device_copy import DeviceCopier, DevicePagedKv
 from engine_adapter.engine_chunks import Endpoint, MakeEndpoint
 from engine_adapter.identity import weights_digest
@@ -40,30 +40,12 @@ from engine_adapter.plans import KvGroup
 from engine_adapter.views import HeadPages
 from engine_adapter.vllm_options import Options
 from kvstore.errors import ConfigurationError, LayoutMismatch
-from kvstore.model.layout import Attention, Dtype, Geometry, PageLayout, Rectangle
+from kvstore.model.layout import Attention, Dtype, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 
 _DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16}
 _CACHE_DTYPES = {"fp8": Dtype.FP8_E4M3, "fp8_e4m3": Dtype.FP8_E4M3, "fp8_e5m2": Dtype.FP8_E5M2}
 _PLAIN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How an engine's ranks share a group: `copies` neighbouring tensor parallel ranks have the same heads."""
-
-    rectangles: tuple[tuple[Rectangle, ...], ...]
-    """By pipeline rank and head group."""
-    copies: int
-
-    @property
-    def geometry(self) -> Geometry:
-        """All rectangles, in canonical order."""
-        return Geometry(tuple(sorted(each for stage in self.rectangles for each in stage)))
-
-    def held(self, tp_rank: int, pp_rank: int) -> tuple[Rectangle, bool]:
-        """(what a rank holds, whether it stores that)."""
-        return self.rectangles[pp_rank][tp_rank // self.copies], tp_rank % self.copies == 0
 
 
 def revision_of(config: VllmConfig, options: Options) -> tuple[str, str]:
@@ -125,7 +107,7 @@ def _kv_group(
     several = len(kv_cache.kv_cache_groups) > 1
     layers = _stages(config, group, several)
     is_mla = isinstance(spec, MLAAttentionSpec)
-    heads, copies = _heads(config, spec, is_mla)
+    heads = _heads(config, spec, is_mla)
     window = spec.sliding_window or 0 if isinstance(spec, SlidingWindowSpec) else 0
     layout = PageLayout(
         layers=sum(layers),
@@ -142,7 +124,7 @@ def _kv_group(
         places = ",".join(str(extract_layer_index(name)) for name in group.layer_names)
         kind += f"/layers:{places if len(places) < 400 else blake2b(places.encode(), digest_size=16).hexdigest()}"
     namespace = Namespace(*named, layout, kind, options.tenant)
-    cut = _cut(layers, heads, config.parallel_config.tensor_parallel_size // copies, copies)
+    cut = Cut.of(layers, heads, config.parallel_config.tensor_parallel_size)
     return KvGroup(namespace, cut.geometry, spec.block_size, window), cut
 
 
@@ -160,15 +142,14 @@ def _stages(config: VllmConfig, group: KVCacheGroupSpec, several: bool) -> list[
     return [stop - start for start, stop in edges]
 
 
-def _heads(config: VllmConfig, spec: Any, is_mla: bool) -> tuple[int, int]:
-    """(KV heads of the model, tensor parallel ranks that hold copies of one)."""
-    tp = config.parallel_config.tensor_parallel_size
+def _heads(config: VllmConfig, spec: Any, is_mla: bool) -> int:
+    """KV heads of the model; where there are fewer than tensor parallel ranks, several ranks have copies of one."""
     if is_mla:
-        return 1, tp
-    total = config.model_config.get_total_num_kv_heads()
-    if spec.num_kv_heads != max(1, total // tp) or max(total, tp) % min(total, tp):
+        return 1
+    tp, total = config.parallel_config.tensor_parallel_size, int(config.model_config.get_total_num_kv_heads())
+    if spec.num_kv_heads != max(1, total // tp):
         raise ConfigurationError(f"{total} KV heads over tp={tp} give {spec.num_kv_heads} a rank: not supported")
-    return total, max(1, tp // total)
+    return total
 
 
 def _head_dim(spec: Any, is_mla: bool) -> int:
@@ -198,14 +179,6 @@ def _interior(config: VllmConfig, spec: Any, is_mla: bool) -> str:
 
     isa = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
     return f"vllm-cpu-{isa}"
-
-
-def _cut(layers: Sequence[int], heads: int, groups: int, copies: int) -> Cut:
-    width, stages, start = heads // groups, [], 0
-    for count in layers:
-        stages.append(tuple(Rectangle(start, start + count, at * width, (at + 1) * width) for at in range(groups)))
-        start += count
-    return Cut(tuple(stages), copies)
 
 
 def endpoints(group: KvGroup, held: Rectangle, tensors: Mapping[str, torch.Tensor]) -> MakeEndpoint:

@@ -17,7 +17,7 @@ from engine_adapter.looks import Looks
 from engine_adapter.plans import KvGroup, StepPlan, StepReport
 from engine_adapter.pool_access import PoolAccess
 from engine_adapter.requests import Prompt, RequestBook, Rules, Scheduled
-from engine_adapter.session import Binding, PoolSession
+from engine_adapter.session import Binding, PoolSession, guarded
 from engine_adapter.vllm_events import StoredEvents
 from engine_adapter.vllm_options import Mode, Options
 from engine_adapter.vllm_pool import open_pool
@@ -27,7 +27,7 @@ from kvstore.model.ticket import Ticket, TicketRank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -88,7 +88,7 @@ class SchedulerHalf:
         self._waiting[request.request_id] = request
         if self._events is not None:
             self._told_of[request.request_id] = request
-        self._known(request)
+        guarded(self._sessions[0].errors, "begin", lambda: self._known(request), False)
 
     def _known(self, request: Request) -> bool:
         """True once the request is in the book; it is not while its adapter is being identified."""
@@ -124,10 +124,15 @@ class SchedulerHalf:
         return True
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """(tokens to load behind the local ones, asynchronously); None = ask again."""
-        if not self._known(request):
-            return None, False
-        return self.book.matched_tokens(request.request_id, local_tokens)
+        """(tokens to load behind the local ones, asynchronously); None = ask again. An error is a miss."""
+
+        def call() -> tuple[int | None, bool]:
+            if not self._known(request):
+                return None, False
+            return self.book.matched_tokens(request.request_id, local_tokens)
+
+        miss: tuple[int | None, bool] = 0, False
+        return guarded(self._sessions[0].errors, "match", call, miss)
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], more_tokens: int) -> None:
         """vLLM has blocks for the request."""
@@ -140,10 +145,9 @@ class SchedulerHalf:
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = []
         for request_id, count in output.num_scheduled_tokens.items():
-            blocks = state.get_block_ids(request_id) if state is not None else None
-            if blocks is not None:
-                after = before[request_id] + count
-                scheduled.append(Scheduled(request_id, after, _without_null(blocks)))
+            if state is not None:
+                get_blocks = partial(_blocks_of, state, request_id)
+                scheduled.append(Scheduled(request_id, before[request_id] + count, get_blocks))
         taken: list[list[int]] = [[] for _ in self._groups]
         for each in new:
             self._take(taken, each.block_ids, each.num_computed_tokens)
@@ -253,6 +257,10 @@ class SchedulerHalf:
         self._looks.close()
         self._lora.close()
         self._pool.close()
+
+
+def _blocks_of(state: KVConnectorBlockState, request_id: str) -> tuple[tuple[int | None, ...], ...]:
+    return _without_null(state.get_block_ids(request_id))
 
 
 def _without_null(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:

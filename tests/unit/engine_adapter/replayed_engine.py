@@ -165,7 +165,7 @@ class ReplayedEngine:
             start = running.computed
             running.computed = min(len(running.tokens), start + (compute or len(running.tokens)))
             spans.append((running, start, running.computed))
-            scheduled.append(Scheduled(request_id, running.computed, [list(each) for each in running.blocks]))
+            scheduled.append(Scheduled(request_id, running.computed, lambda blocks=[*running.blocks]: blocks))
         plan = self.book.step(scheduled, taken)
         self.execute(plan, spans)
         return plan

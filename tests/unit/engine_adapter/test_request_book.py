@@ -203,6 +203,32 @@ def test_a_load_that_fails_twice_is_not_tried_for_ever(pool: Client, engines: li
     assert engine.admit("a") is False
 
 
+@pytest.mark.parametrize(("rules", "how"), [(Rules(), How()), (SYNC, How()), (SYNC, How(layerwise=True))], ids=str)
+def test_b01_a_load_that_breaks_in_an_unknown_way_is_reported_all_the_same(
+    pool: Client, engines: list[ReplayedEngine], rules: Rules, how: How, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines += [ReplayedEngine(pool), ReplayedEngine(pool, rules=rules, how=how)]
+    engines[0].run("a", tokens(1, 25))
+    engine, running = engines[1], engines[1].add("a", tokens(1, 25))
+
+    def broken(*_: object) -> None:
+        raise ValueError("nobody thought of this")
+
+    monkeypatch.setattr("engine_adapter.transfers.EngineChunks", broken)
+    engine.admit("a")
+    if rules.is_async:
+        assert "a" in engine.until_received("a").failed
+    else:
+        engine.step("a")
+    assert engine.last.bad_blocks == {*running.blocks[0][:6]}
+    running.computed = 0
+    engine.step("a")  # its stores break as well, and are reported
+    engine.assert_right(running)
+    assert not engine.finish("a") or engine.transfers.wait_idle(10.0)
+    engine.settle()
+    assert engine.transfers.take_counts()["errors_load_ValueError"] == 1
+
+
 def test_a_preempted_request_is_looked_up_again_with_what_it_had_generated(
     pool: Client, engines: list[ReplayedEngine]
 ) -> None:

@@ -157,25 +157,26 @@ def test_a_chunk_that_left_after_the_lookup_is_computed_and_not_asked_for_again(
     pool: Client, engines: list[ReplayedEngine], rules: Rules
 ) -> None:
     engines += [ReplayedEngine(pool), ReplayedEngine(pool, rules=rules)]
-    engines[0].run("a", tokens(1, 24))
-    engine, running = engines[1], engines[1].add("a", tokens(1, 24))
+    engines[0].run("a", tokens(1, 40)[:24])
+    engine, running = engines[1], engines[1].add("a", tokens(1, 40))
     engine.admit("a")
+    assert running.computed == 24
     cache = pool.bind(engine.groups[0].namespace)
-    cache.remove(cache.keys(tokens(1, 24)).slice(1, 2))
+    cache.remove(cache.keys(tokens(1, 40)).slice(1, 2))
     if rules.is_async:
         engine.until_received("a")
     else:
         plan = engine.step("a")
         assert not plan.stores, "nothing is stored that may be computed from pages that did not come"
     assert engine.last.failed == {"a"}
-    assert engine.last.bad_blocks == {*running.blocks[0][2:]}
+    assert engine.last.bad_blocks == {*running.blocks[0][2:6]}
     assert engine.book.counts["loads_failed"] == 1
     running.computed = CHUNK_TOKENS  # what vLLM does: on from the first bad block
     engine.step("a")
     engine.assert_right(running)
     engine.finish("a")
     engine.settle()
-    assert ReplayedEngineRuns(pool, engines).hits(tokens(1, 24)) == 24, "stored again, with the right bytes"
+    assert ReplayedEngineRuns(pool, engines).hits(tokens(1, 40)) == 40, "stored again, with the right bytes"
 
 
 class ReplayedEngineRuns:

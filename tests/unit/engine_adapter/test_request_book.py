@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from replayed_engine import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    LAYOUT,
     POISON,
     ReplayedEngine,
     group,
@@ -21,7 +22,8 @@ import kvstore
 from engine_adapter.requests import Rules
 from engine_adapter.transfers import How
 from kvstore.client import Client
-from kvstore.model.prefix import Extra, ExtraKind
+from kvstore.model.prefix import Extra, ExtraKind, Keys
+from kvstore.model.ticket import Ticket, TicketRank
 
 SYNC = Rules(is_async=False)
 
@@ -362,3 +364,73 @@ def test_b09_a_load_counts_when_all_ranks_have_reported(pool: Client, engines: l
     engine.book.reported(other)
     engine.book.check()
     assert not engine.book._ending
+
+
+# --- handoffs ---
+
+
+def handing_on(pool: Client) -> ReplayedEngine:
+    """An engine whose prompts get tickets of the pool's node."""
+    engine = ReplayedEngine(pool)
+    node = pool.node
+    assert node is not None
+
+    def tickets(groups: Sequence[Keys]) -> tuple[Ticket, ...]:
+        ranks = (TicketRank(node.node_id, node.epoch, LAYOUT.whole),)
+        return tuple(
+            Ticket(b"t" * 16, keys.namespace_id, keys[0], keys[-1], len(keys), keys.last_tokens, ranks)
+            for keys in groups
+        )
+
+    engine.book._make_tickets = tickets
+    return engine
+
+
+@pytest.mark.parametrize("count", [5, 8, 21, 24], ids=str)
+def test_a_handoff_brings_the_last_token_of_the_prompt_too(
+    pool: Client, engines: list[ReplayedEngine], count: int
+) -> None:
+    prefill, decode = handing_on(pool), ReplayedEngine(pool, rules=SYNC)
+    engines += [prefill, decode]
+    running = prefill.add("p", tokens(1, count), outgoing=True)
+    prefill.admit("p")
+    prefill.step("p")
+    keep, tickets = prefill.book.finished("p", running.computed, running.blocks)
+    assert len(tickets) == 1, "named before the stores have ended"
+    if keep:
+        prefill.kept["p"] = running
+    prefill.settle()
+    received = decode.add("d", tokens(1, count), incoming=tickets)
+    assert decode.admit("d") is True, "a handoff is waited for beside the steps, whatever the rule"
+    assert received.computed == count
+    assert not decode.until_received("d").failed
+    decode.assert_right(received)
+
+
+def test_tickets_of_another_prompt_are_not_believed(pool: Client, engines: list[ReplayedEngine]) -> None:
+    prefill, decode = handing_on(pool), ReplayedEngine(pool)
+    engines += [prefill, decode]
+    running = prefill.add("p", tokens(1, 16), outgoing=True)
+    prefill.admit("p")
+    prefill.step("p")
+    _, tickets = prefill.book.finished("p", running.computed, running.blocks)
+    decode.add("d", tokens(2, 16), incoming=tickets)
+    assert decode.admit("d") is False
+    assert decode.book.counts["tickets_of_other_prompts"] == 1
+    assert prefill.transfers.wait_idle(10.0)
+
+
+def test_a15_a_handoff_that_never_came_is_computed(pool: Client, engines: list[ReplayedEngine]) -> None:
+    prefill, decode = handing_on(pool), ReplayedEngine(pool)
+    engines += [prefill, decode]
+    prefill.add("p", tokens(1, 20), outgoing=True)
+    prefill.admit("p")
+    tickets = prefill.book._requests["p"].tickets
+    running = decode.add("d", tokens(1, 20), incoming=tickets)
+    assert decode.admit("d") is True
+    assert decode.until_received("d").failed == {"d"}
+    running.computed = 0
+    decode.step("d")
+    decode.assert_right(running)
+    decode.finish("d")
+    decode.settle()

@@ -1,7 +1,8 @@
 """An engine process's one way to the pool: a client that its sessions share, or a pool inside the process.
 
 Scheduler and worker of an engine may be one process or several. A pool inside the process serves both halves of an
-engine of one process (`embedded` keeps it by the engine's name); several processes need a node.
+engine of one process (`embedded` keeps it by the engine's name); several processes share a node, at least one of their
+own (`engine_adapter.private_node`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class PoolAccess:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self.on_close: Callable[[], None] | None = None
+        """Instead of closing the client."""
+        self.after_close: Callable[[], None] = lambda: None
 
     def client(self) -> Client:
         """The shared client; raises what opening it raises, and tries again at the next call."""
@@ -50,6 +53,7 @@ class PoolAccess:
             self.on_close()
         elif client is not None:
             client.close()
+        self.after_close()
 
 
 def to_node(node: str, metadata: str, *, transport: str, staging: str, name: str, host_id: str) -> PoolAccess:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ class Options:
     """The extra configuration. Each name is a key of it."""
 
     node: str = ""
-    """gRPC address or Unix socket of this host's node; empty: a pool inside the engine's process."""
+    """gRPC address or Unix socket of this host's node; empty: the engine has a pool of its own."""
     metadata: str = ""
     """Address of the metadata service: with it other hosts' chunks are found."""
     dram: str = "1GiB"
-    """Size of the pool inside the process, where no node is given."""
+    """Size of the engine's own pool, where no node is given."""
     transport: str = "auto"
     """auto, shm, tcp or nixl, as in `kvstore.connect`."""
     host_id: str = ""
@@ -70,15 +70,18 @@ class Options:
     """False stores without checksums: for tests and measurements."""
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Options:
-        """The options of an extra configuration. ConfigurationError for an unknown key or a value of another kind."""
-        kinds: dict[str, type] = {each.name: type(each.default) for each in fields(cls)}
+    def parse(cls, extra: Mapping[str, Any], without: Collection[str] = ()) -> Options:
+        """The options of an extra configuration; `without`: options that mean nothing there.
+
+        ConfigurationError for an unknown key or a value of another kind.
+        """
+        kinds: dict[str, type] = {each.name: type(each.default) for each in fields(cls) if each.name not in without}
         values: dict[str, Any] = {}
         for name, value in extra.items():
             if name not in kinds:
                 near = difflib.get_close_matches(name, kinds, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigurationError(f"kv_connector_extra_config has no option {name!r}{hint}")
+                raise ConfigurationError(f"there is no option {name!r}{hint}")
             values[name] = _checked(name, value, kinds[name])
         options = cls(**values)
         if options.store is Mode.LAYERWISE:

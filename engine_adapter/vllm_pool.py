@@ -1,21 +1,21 @@
-"""Which pool an engine of vLLM uses: that of a node, or one inside its only process."""
+"""Which pool an engine of vLLM uses: that of a node, or one of its own."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from engine_adapter.pool_access import PoolAccess, embedded, to_node
+from engine_adapter.private_node import private_node
 from engine_adapter.vllm_options import Options
-from kvstore.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 def open_pool(config: VllmConfig, options: Options, role: str) -> PoolAccess:
-    """The way to the pool; connects to nothing yet.
+    """The way to the pool. Without an address: a pool inside the engine, of its only process or of a node of its own.
 
-    ConfigurationError where several processes would each have a pool of their own.
+    ConfigurationError where that has no memory or does not start.
     """
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     if options.node or options.metadata:
@@ -27,9 +27,6 @@ def open_pool(config: VllmConfig, options: Options, role: str) -> PoolAccess:
             name=f"vllm {role}",
             host_id=options.host_id,
         )
-    if parallel.world_size > 1 or parallel.distributed_executor_backend not in (None, "uni"):
-        raise ConfigurationError(
-            f"a pool inside the process serves engines of one process, this one has {parallel.world_size} worker(s) "
-            f"run by {parallel.distributed_executor_backend}; start `kvstore up` and give its node by `node`"
-        )
-    return embedded(str(transfer.engine_id), options.dram)
+    if parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni"):
+        return embedded(str(transfer.engine_id), options.dram)
+    return private_node(str(transfer.engine_id), options.dram)

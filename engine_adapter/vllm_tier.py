@@ -28,7 +28,7 @@ from engine_adapter.vllm_options import Options, check_release
 check_release(vllm_version)
 
 from vllm.platforms import current_platform  # noqa: E402
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext  # noqa: E402
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = logging.getLogger(__name__)
+VLLM_DECIDES = ("load", "store", "save_decode", "chunk_tokens", "least_tokens")
+"""Options of the connector that vLLM's offloading has of its own."""
 NAME_BYTES = 32 + 4
 """A SHA-256 and the number of its KV group. Shorter hashes are seeded by the process, or can be forged."""
 
@@ -59,11 +61,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
+        locality: str | None = None,
         **extra: Any,
     ) -> None:
         """ConfigurationError for an unknown key, LayoutMismatch for rows that cannot be stored."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        options = Options.parse(extra)
+        self.locality = Locality(locality) if locality is not None else None
+        options = Options.parse(extra, without=VLLM_DECIDES)
         self._refused: list[int] = []
         """Jobs that were not begun."""
         self._told = False

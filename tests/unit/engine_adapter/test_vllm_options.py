@@ -58,3 +58,9 @@ def test_requests_that_would_fail_with_the_pool_are_refused() -> None:
     check_policy("recompute")
     with pytest.raises(ConfigurationError, match='"kv_load_failure_policy": "recompute"'):
         check_policy("fail")
+
+
+def test_f13_an_option_that_means_nothing_here_is_refused_too() -> None:
+    assert Options.parse({"node": "x"}, without=("load",)).node == "x"
+    with pytest.raises(ConfigurationError, match="no option 'load'"):
+        Options.parse({"load": "sync"}, without=("load",))

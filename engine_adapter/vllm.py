@@ -144,6 +144,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See KVConnectorBase_V1."""
         return self._planner().take_events()
 
+    def reset_cache(self) -> bool | None:
+        """See KVConnectorBase_V1; what is in the pool is not removed, this engine only does not find it any more."""
+        self._planner().reset()
+        return True
+
     # --- worker ------------------------------------------------------------------------------------------
 
     def _mover(self) -> WorkerHalf:

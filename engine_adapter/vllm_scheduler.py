@@ -71,6 +71,8 @@ class SchedulerHalf:
             self._make_tickets,
         )
         self._lora = LoraDigests()
+        self._generation = b""
+        """New after each reset: part of every key, so that nothing from before it is found."""
         self._waiting: dict[str, Request] = {}
         """Requests whose adapter's identity is not known yet."""
         self._incoming: dict[str, tuple[Ticket, ...]] = {}
@@ -115,7 +117,7 @@ class SchedulerHalf:
                 request.request_id,
                 request.num_prompt_tokens,
                 lambda: request._all_token_ids,
-                None if no_keys else _extras(request, lora),
+                None if no_keys else _extras(request, lora, self._generation),
                 no_keys,
                 incoming,
                 bool(params.get("do_remote_decode")),
@@ -240,6 +242,15 @@ class SchedulerHalf:
         """What was stored since the last call, where events are wanted."""
         return self._events.take() if self._events is not None else ()
 
+    def reset(self) -> None:
+        """What is in the pool is of no use to this engine any more: its weights may have changed under way.
+
+        Others still share what is there. This engine shares with nobody from now on: what it computes now has no name
+        that another engine could know.
+        """
+        self._generation = secrets.token_bytes(16)
+        logger.warning("the connector's cache was reset: this engine shares with no other one until it is restarted")
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         taken: Counter[str] = Counter()
@@ -267,13 +278,13 @@ def _without_null(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ..
     return tuple(tuple(None if block == NULL_BLOCK else block for block in ids) for ids in blocks)
 
 
-def _extras(request: Request, lora: bytes) -> tuple[Extra, ...]:
-    """What changes the meaning of the tokens: adapter, salt, pictures and the like."""
+def _extras(request: Request, lora: bytes, generation: bytes) -> tuple[Extra, ...]:
+    """What changes the meaning of the tokens: adapter, salt, pictures and the like; and the reset of the engine."""
     extras = []
     if lora:
         extras.append(Extra(ExtraKind.LORA, lora))
-    if request.cache_salt:
-        extras.append(Extra(ExtraKind.SALT, request.cache_salt.encode()))
+    if generation or request.cache_salt:
+        extras.append(Extra(ExtraKind.SALT, generation + (request.cache_salt or "").encode()))
     for feature in request.mm_features:
         start = feature.mm_position.offset
         value = feature.identifier.encode() if feature.identifier else b""

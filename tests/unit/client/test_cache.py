@@ -174,3 +174,18 @@ def test_a_closed_pool_misses_and_refuses_writes() -> None:
     with pytest.raises(InvalidRequest, match="closed"):
         cache.write(keys, pages_of(keys))
     client.close()  # again
+
+
+def test_a_look_that_never_waits_goes_on_over_geometries(client: Client, cache: Cache) -> None:
+    halves = Geometry((Rectangle(0, 4, 0, 1), Rectangle(0, 4, 1, 2)))
+    keys = cache.keys(prompt(1, 64))
+    pages = pages_of(keys)
+    for number in range(2):
+        rank = client.bind(namespace(), geometry=halves, rank=number)
+        rank.write(keys.slice(0, 2), pages[:2, :, :, number : number + 1].copy())
+    assert cache.present_here(keys) == 2
+    cache.write(keys, pages)
+    assert cache.present_here(keys) == 4, "two chunks as the ranks cut them, two whole ones"
+    assert cache.present_here(keys, rectangle=Rectangle(1, 2, 0, 1)) == 4
+    client.close()
+    assert cache.present_here(keys) is None

@@ -265,3 +265,26 @@ def test_a_long_secret_is_refused() -> None:
     KeyChain(NAMESPACE, bytes(64))
     with pytest.raises(InvalidRequest, match="at most 64 bytes"):
         KeyChain(NAMESPACE, bytes(65))
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_keys_of_a_prompt_that_went_on_are_those_of_the_whole(case: dict[str, Any]) -> None:
+    text = json.dumps(case["namespace"], sort_keys=True, separators=(",", ":")).encode()
+    space, tokens = Namespace.from_canonical(text), golden_tokens(case)
+    extras = [
+        Extra(ExtraKind(one["kind"]), bytes.fromhex(one["value"]), one["start"], one["stop"]) for one in case["extras"]
+    ]
+    chain, whole = KeyChain(space, bytes.fromhex(case["secret"])), golden_keys(case)
+    for count in {0, 1, len(tokens) // 2, max(0, len(tokens) - 1), len(tokens)}:
+        keys = chain.extended(chain.keys(tokens[:count], extras), tokens, extras)
+        assert (keys.blob, keys.last_tokens) == (whole.blob, whole.last_tokens)
+        assert keys.fingerprints is not None and whole.fingerprints is not None
+        assert keys.fingerprints.tolist() == whole.fingerprints.tolist()
+
+
+def test_only_keys_from_the_start_of_a_prompt_of_the_namespace_go_on() -> None:
+    keys = CHAIN.keys(list(range(40)))
+    with pytest.raises(InvalidRequest, match="go on"):
+        CHAIN.extended(keys.slice(1, 3), list(range(60)))
+    with pytest.raises(InvalidRequest, match="go on"):
+        KeyChain(Namespace("m", "other", NAMESPACE.layout)).extended(keys, list(range(60)))

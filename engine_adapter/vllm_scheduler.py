@@ -97,7 +97,7 @@ class SchedulerHalf:
         if request.request_id not in self._waiting:
             return True
         lora = b""
-        no_keys = "prompt_embeds" if request.prompt_embeds is not None or request.prompt_token_ids is None else ""
+        no_keys = _why_no_keys(request)
         if request.lora_request is not None and not no_keys:
             try:
                 digest = self._lora.ask(request.lora_request.lora_path)
@@ -190,9 +190,8 @@ class SchedulerHalf:
         self._waiting.pop(request.request_id, None)
         self._release(self._incoming.pop(request.request_id, ()))
         aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
-        keep, tickets = self.book.finished(
-            request.request_id, request.num_computed_tokens, _without_null(blocks), aborted=aborted
-        )
+        computed_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        keep, tickets = self.book.finished(request.request_id, computed_tokens, _without_null(blocks), aborted=aborted)
         if not keep:
             self._forget(request.request_id)
         if not tickets or aborted:
@@ -276,6 +275,14 @@ def _blocks_of(state: KVConnectorBlockState, request_id: str) -> tuple[tuple[int
 
 def _without_null(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
     return tuple(tuple(None if block == NULL_BLOCK else block for block in ids) for ids in blocks)
+
+
+def _why_no_keys(request: Request) -> str:
+    """Why nothing of the request may be shared; "" where it may."""
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "prompt_embeds"
+    # The tokens of such a request are changed behind what was computed when more input comes.
+    return "streaming_input" if request.resumable else ""
 
 
 def _extras(request: Request, lora: bytes, generation: bytes) -> tuple[Extra, ...]:

@@ -52,7 +52,7 @@ from kvstore.setting_types import (
 
 DEFAULT_FILES = (Path("kvstore.toml"), Path("/etc/kvstore.toml"))
 ENVIRONMENT_PREFIX = "KVSTORE_"
-OTHER_ENVIRONMENT = ("KVSTORE_DEBUG", "KVSTORE_PEERS", "KVSTORE_TRACES", "KVSTORE_VLLM_PYTHON")
+OTHER_ENVIRONMENT = ("KVSTORE_DEBUG", "KVSTORE_PEERS", "KVSTORE_TRACES", "KVSTORE_VLLM", "KVSTORE_VLLM_PYTHON")
 """Variables of ours that are not settings: tracebacks of the CLI; peers for benches; traces and vLLM for tests."""
 
 _SOCKET_PATH_LIMIT_BYTES = 107

@@ -50,9 +50,9 @@ def prompt(seed: int, tokens: int = 300, prefix: Sequence[int] = ()) -> Prompt:
     return [*prefix, *(numbers.randrange(3, 800) for _ in range(tokens - len(prefix)))]
 
 
-def whole_chunks(tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
-    """How many tokens of a prompt a synchronous load covers at most: whole chunks that leave one token to compute."""
-    return (tokens - 1) // chunk_tokens * chunk_tokens
+def covered(tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """How many tokens of a prompt can come from whole chunks: one is always computed, for the first answer."""
+    return min(tokens // chunk_tokens * chunk_tokens, tokens - 1)
 
 
 def model(name: str) -> str:
@@ -192,9 +192,10 @@ def complete(url: str, tokens: Prompt, max_tokens: int = 12) -> dict[str, Any]:
 class Node:
     """A node of the pool with its own folders, in processes that a test may kill, stop and start again."""
 
-    def __init__(self, children: Children, name: str, options: Sequence[str]) -> None:
+    def __init__(self, children: Children, name: str, metadata: str, options: Sequence[str]) -> None:
+        self.metadata = metadata
         self._children, self._options = children, options
-        self.child = children.start_node(name, "", *options)
+        self.child = children.start_node(name, metadata, *options)
         self._wait_open()
 
     @property
@@ -223,7 +224,7 @@ class Node:
 
     def restart(self) -> None:
         """Start it again, empty, at the same addresses."""
-        self.child = self._children.restart_node(self.child, "", *self._options)
+        self.child = self._children.restart_node(self.child, self.metadata, *self._options)
         self._wait_open()
 
     def statistics(self) -> dict[str, Any]:
@@ -272,11 +273,18 @@ class Workplace:
         self._python = os.environ["KVSTORE_VLLM_PYTHON"]
         self._started = 0
 
-    def node(self, dram: str = "64MiB", slots: int = 4096) -> Node:
-        """A node that stands alone."""
-        return Node(self._children, self._name("node"), ("--dram", dram, "--slots", str(slots)))
+    def node(self, metadata: str = "", dram: str = "64MiB", slots: int = 4096) -> Node:
+        """A node as of a host of its own; without metadata it stands alone."""
+        return Node(self._children, self._name("node"), metadata, ("--dram", dram, "--slots", str(slots)))
 
-    def begin_engine(self, name: str = "llama", *, variables: Mapping[str, str] | None = None, **arguments: Any) -> Child:
+    def metadata(self) -> str:
+        """Address of a metadata service."""
+        address: str = self._children.start_metadata().announcement["control_address"]
+        return address
+
+    def begin_engine(
+        self, name: str = "llama", *, variables: Mapping[str, str] | None = None, **arguments: Any
+    ) -> Child:
         """Start an engine of that model without waiting for it; `ready` makes an `Engine` of it."""
         tp = int(arguments.get("tensor_parallel_size", 1))
         return self._start(
@@ -337,13 +345,27 @@ def threads(tp: int, core: int | None = None) -> dict[str, str]:
     return {} if core is None else {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
 
 
-def connector(node: Node | str, load: str = "sync", **more: Any) -> dict[str, Any]:
+def connector(node: Node, load: str = "sync", **more: Any) -> dict[str, Any]:
     """What `--kv-transfer-config` takes to use the pool. `more`: further keys of its extra configuration."""
-    place = node if isinstance(node, str) else node.socket_path
+    if node.metadata:
+        more = {"metadata": node.metadata, **more}
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": place, "load": load, **more},
+        "kv_connector_extra_config": {"node": node.socket_path, "load": load, **more},
     }
+
+
+def until_hits(engine: Engine, tokens: Prompt, hits: int, deadline_s: float = 30.0) -> None:
+    """Until the pool, that was away, serves this prompt again."""
+    end, pause = time.monotonic() + deadline_s, threading.Event()
+    while True:
+        engine.generate([tokens])
+        engine.forget()
+        if engine.generate([tokens]).external_hits == hits:
+            return
+        assert time.monotonic() < end, f"the pool did not serve {hits} tokens within {deadline_s:g} s"
+        engine.forget()
+        pause.wait(0.5)

@@ -1,0 +1,35 @@
+"""What is loaded is really used: with its bytes zeroed an engine answers otherwise, or finds out and computes."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Cold
+from engines import Workplace, connector, covered, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+PROMPTS = [prompt(20), prompt(21, 330)]
+
+
+def test_zeroed_pages_change_the_answer_where_nothing_checks_them(workplace: Workplace, cold: Cold) -> None:
+    node = workplace.node()
+    engine = workplace.engine(kv_transfer_config=connector(node, checksums=False))
+    assert engine.generate(PROMPTS).ids == cold(PROMPTS)
+    node.zero_pages()
+    engine.forget()
+    loaded = engine.generate(PROMPTS)
+    assert loaded.external_hits == covered(300) + covered(330)
+    assert all(wrong != right for wrong, right in zip(loaded.ids, cold(PROMPTS), strict=True))
+
+
+def test_zeroed_pages_of_another_host_are_a_miss(workplace: Workplace, cold: Cold) -> None:
+    metadata = workplace.metadata()
+    there, here = workplace.node(metadata), workplace.node(metadata)
+    saving = workplace.engine(kv_transfer_config=connector(there))
+    saving.generate(PROMPTS)
+    saving.quit()
+    loading = workplace.engine(kv_transfer_config=connector(here))
+    assert loading.generate(PROMPTS[:1]).external_hits == covered(300)
+    there.zero_pages()
+    spoiled = loading.generate(PROMPTS[1:])
+    assert spoiled.ids == cold(PROMPTS)[1:]
+    assert spoiled.cached_tokens == [0]

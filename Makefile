@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+VLLM_TESTS ?= tests/e2e/vllm
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/kvstore/v1/*.proto)
 
-.PHONY: help setup demo demo-trace test check format protos bench peers clean
+.PHONY: help setup demo demo-trace test e2e-vllm check format protos bench peers clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -24,6 +25,10 @@ demo: $(STAMP) ## Run the main job on this machine: two nodes, three workers, on
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+e2e-vllm: $(STAMP) ## Run the tests with the real vLLM; makes its environment first (VLLM_TESTS: which tests)
+	KVSTORE_VLLM_PYTHON=$$($(BIN)/python tests/e2e/vllm/side_environment.py) && export KVSTORE_VLLM_PYTHON && \
+	$(BIN)/python -m pytest -m vllm --durations=0 $(VLLM_TESTS)
 
 check: $(STAMP) ## Format check, lint, types, import rules, proto drift
 	$(BIN)/ruff format --check .

@@ -40,7 +40,7 @@ def _traces_missing() -> str:
 
 
 def _vllm_missing() -> str:
-    return "" if os.environ.get("KVSTORE_VLLM_PYTHON") else "KVSTORE_VLLM_PYTHON names no Python that has vLLM"
+    return "" if os.environ.get("KVSTORE_VLLM_PYTHON") else "`make e2e-vllm` runs it (KVSTORE_VLLM_PYTHON is not set)"
 
 
 _MISSING: dict[str, Callable[[], str]] = {

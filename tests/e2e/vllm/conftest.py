@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import engines
 import pytest
+from engines import Cold
 
 from kvstore.analytics.processes import Children
-
-Cold = Callable[..., list[list[int]]]
 
 
 @pytest.fixture

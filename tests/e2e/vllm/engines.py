@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ SERVER_FLAGS = {
 }
 
 Prompt = list[int]
+Cold = Callable[..., list[list[int]]]
+"""What the fixture `cold` is: prompts to the ids of an engine without a pool."""
 
 
 def prompt(seed: int, tokens: int = 300, prefix: Sequence[int] = ()) -> Prompt:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import engines
 import pytest
-from conftest import Cold
-from engines import Node, Workplace, connector, covered, prompt
+from engines import Cold, Node, Workplace, connector, covered, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = [prompt(seed) for seed in range(40, 46)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Cold
-from engines import Workplace, connector, covered, model, prompt
+from engines import Cold, Workplace, connector, covered, model, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 TOKENS = prompt(30)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Cold
-from engines import Workplace, connector, covered, prompt
+from engines import Cold, Workplace, connector, covered, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [prompt(0), prompt(1, 330)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import engines
 import pytest
-from conftest import Cold
-from engines import Workplace, connector, prompt
+from engines import Cold, Workplace, connector, prompt
 from pd_proxy import PdProxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Cold
-from engines import Batch, Workplace, connector, covered, prompt
+from engines import Batch, Cold, Workplace, connector, covered, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [prompt(0), prompt(1, 330)]

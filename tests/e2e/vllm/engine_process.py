@@ -12,10 +12,12 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+FORGET_DEADLINE_S = 60.0
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -100,8 +102,16 @@ class SteppedEngine:
         return number
 
     def forget(self) -> dict[str, Any]:
-        """Drop the engine's own prefix cache; the pool keeps what it has."""
-        return {"forgotten": self._llm.reset_prefix_cache()}
+        """Drop the engine's own prefix cache; the pool keeps what it has.
+
+        Blocks that are still being stored cannot be dropped, and only a step tells the engine that they are not any
+        more: a short request makes one.
+        """
+        end, pause = time.monotonic() + FORGET_DEADLINE_S, threading.Event()
+        while not (forgotten := self._llm.reset_prefix_cache()) and time.monotonic() < end:
+            pause.wait(0.05)
+            self.generate([[3, 4, 5]], max_tokens=1)
+        return {"forgotten": forgotten}
 
     def page_digests(self) -> dict[str, Any]:
         """A digest of each block that holds anything but zeros, over all layers; ranks one after the other."""

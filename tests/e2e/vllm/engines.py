@@ -53,7 +53,10 @@ def prompt(seed: int, tokens: int = 300, prefix: Sequence[int] = ()) -> Prompt:
 
 
 def covered(tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
-    """How many tokens of a prompt can come from whole chunks: one is always computed, for the first answer."""
+    """How many tokens of a prompt a step can load: whole chunks, but one token is always computed for the answer.
+
+    A load beside the steps takes whole prompts too; the engine computes their last token once more.
+    """
     return min(tokens // chunk_tokens * chunk_tokens, tokens - 1)
 
 

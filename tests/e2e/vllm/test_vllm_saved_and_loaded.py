@@ -43,14 +43,27 @@ def test_bf16_answers_as_an_engine_with_as_much_in_its_own_cache(workplace: Work
     engine: dict[str, Any] = {"dtype": "bfloat16", "block_size": 64}
     node = workplace.node()
     saving = workplace.engine(kv_transfer_config=connector(node), **engine)
-    saving.generate(PROMPTS)
-    own = saving.generate(PROMPTS)
+    saving.generate([tokens[: covered(len(tokens))] for tokens in PROMPTS], max_tokens=1)
     computed = saving.page_digests()
+    own = saving.generate(PROMPTS)
     saving.quit()
     loading = workplace.engine(kv_transfer_config=connector(node), **engine)
     loaded = loading.generate(PROMPTS)
     assert own.local_hits == loaded.external_hits == covered(300) + covered(330)
     assert loaded.cached_tokens == own.cached_tokens
     assert loaded.ids == own.ids
-    # A block is a chunk here, and every one that was loaded is, byte for byte, one that was computed.
-    assert len(loading.page_digests() & computed) >= loaded.external_hits // 64
+    # A block is a chunk here, and each that was computed was loaded, byte for byte.
+    assert len(computed) == loaded.external_hits // 64
+    assert computed <= loading.page_digests()
+
+
+@pytest.mark.parametrize("save_decode", [True, False])
+def test_the_next_turn_finds_the_answer_too(workplace: Workplace, cold: Cold, save_decode: bool) -> None:
+    engine = workplace.engine(kv_transfer_config=connector(workplace.node(), save_decode=save_decode))
+    (answer,) = engine.generate(PROMPTS[:1], max_tokens=100).ids
+    next_turn = prompt(2, 420, prefix=[*PROMPTS[0], *answer])
+    engine.forget()
+    batch = engine.generate([next_turn])
+    assert batch.ids == cold([next_turn])
+    # The KV of an answer's last token is never computed.
+    assert batch.external_hits == covered(399 if save_decode else 300)

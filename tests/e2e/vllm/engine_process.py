@@ -42,11 +42,12 @@ class SteppedEngine:
         self._counters = self._read_counters()
 
     def _read_counters(self) -> dict[str, float]:
-        """Every counter and gauge of the engine and its connector, summed over labels."""
+        """Every counter and gauge of the engine and its connector, `NAME` or `NAME:REASON`, summed over other labels."""
         counters: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             if hasattr(metric, "value"):
-                counters[metric.name] = counters.get(metric.name, 0) + metric.value
+                name = ":".join([metric.name, *(text for label, text in metric.labels.items() if label == "reason")])
+                counters[name] = counters.get(name, 0) + metric.value
         return counters
 
     def generate(

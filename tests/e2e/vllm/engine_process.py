@@ -42,7 +42,7 @@ class SteppedEngine:
         self._counters = self._read_counters()
 
     def _read_counters(self) -> dict[str, float]:
-        """Every counter and gauge of the engine and its connector, `NAME` or `NAME:REASON`, summed over other labels."""
+        """All counters and gauges of engine and connector, `NAME` or `NAME:REASON`, summed over other labels."""
         counters: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             if hasattr(metric, "value"):

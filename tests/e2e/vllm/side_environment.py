@@ -104,9 +104,9 @@ def install() -> None:
     shutil.rmtree(home(), ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", home()], check=True)
     wheels = home() / "wheels"
-    fetch = ("download", "--only-binary", ":all:", "--dest", wheels)
-    offline = ("install", "--no-index", "--find-links", wheels)
-    pinned = ("--no-deps", "--requirement", REQUIREMENTS)
+    fetch: tuple[str | Path, ...] = ("download", "--only-binary", ":all:", "--dest", wheels)
+    offline: tuple[str | Path, ...] = ("install", "--no-index", "--find-links", wheels)
+    pinned: tuple[str | Path, ...] = ("--no-deps", "--requirement", REQUIREMENTS)
     loose = ("--constraint", REQUIREMENTS, TORCH, *own_dependencies())
     # The pinned list is complete without what vLLM names but text models do not need, and what harms it: the usual
     # builds of torchvision, torchaudio and torchcodec are for CUDA, and transformers fails to import beside them.

@@ -107,7 +107,7 @@ def install() -> None:
     fetch: tuple[str | Path, ...] = ("download", "--only-binary", ":all:", "--dest", wheels)
     offline: tuple[str | Path, ...] = ("install", "--no-index", "--find-links", wheels)
     pinned: tuple[str | Path, ...] = ("--no-deps", "--requirement", REQUIREMENTS)
-    loose = ("--constraint", REQUIREMENTS, TORCH, *own_dependencies())
+    loose: tuple[str | Path, ...] = ("--constraint", REQUIREMENTS, TORCH, *own_dependencies())
     # The pinned list is complete without what vLLM names but text models do not need, and what harms it: the usual
     # builds of torchvision, torchaudio and torchcodec are for CUDA, and transformers fails to import beside them.
     pip("download of the engine", *fetch, *pinned, status=DOWNLOAD_FAILED)

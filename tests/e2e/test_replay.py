@@ -69,10 +69,8 @@ def test_two_tiers_hit_what_the_simulation_does(traces_folder: Path, policy: str
     assert figures["wrong_bytes"] == figures["saves_given_up"] == 0
     assert figures["ssd_hits"] > 0 and figures["evictions"] > 0
     assert figures["offline_hit_chunk_ratio"] == computed["hit_chunk_ratio"]
-    for name in ("dram_hits", "ssd_hits"):
+    for name in ("dram_hits", "ssd_hits", "ssd_chunks_written"):
         assert figures[name] == pytest.approx(computed[name], abs=0.005 * figures["chunks"]), name
-    # On a busy machine a chunk may go before its turn to be saved has come; what is hit shows whether that matters.
-    assert figures["ssd_chunks_written"] == pytest.approx(computed["ssd_chunks_written"], rel=0.03)
 
 
 def test_the_whole_synthetic_trace_gives_the_published_figures(traces_folder: Path) -> None:

@@ -27,7 +27,6 @@ def test_an_embedded_pool_is_shared_by_name_and_goes_with_its_last_user() -> Non
     other.close()
 
 
-@pytest.mark.vllm  # beside the other tests they now and then find a node that starts too late
 @pytest.mark.slow
 def test_all_processes_of_an_engine_find_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -47,7 +46,6 @@ def test_all_processes_of_an_engine_find_one_node(tmp_path: Path, monkeypatch: p
     third.close()
 
 
-@pytest.mark.vllm  # beside the other tests they now and then find a node that starts too late
 @pytest.mark.slow
 def test_b04_it_does_not_outlive_a_starter_that_is_killed(tmp_path: Path) -> None:
     program = "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n" + (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,13 @@ from replayed_engine import group, tokens
 from engine_adapter.pool_access import embedded
 from engine_adapter.private_node import private_node
 from kvstore.errors import ConfigurationError
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The path of a Unix socket has at most 107 bytes; pytest's own folders can be too deep for it."""
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        yield Path(path)
 
 
 def test_an_embedded_pool_is_shared_by_name_and_goes_with_its_last_user() -> None:
@@ -28,8 +37,8 @@ def test_an_embedded_pool_is_shared_by_name_and_goes_with_its_last_user() -> Non
 
 
 @pytest.mark.slow
-def test_all_processes_of_an_engine_find_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_all_processes_of_an_engine_find_one_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     first, second = private_node("engine", "64MiB"), private_node("engine", "64MiB")
     namespace = group().namespace
     writer, reader = first.client().bind(namespace), second.client().bind(namespace)
@@ -47,14 +56,14 @@ def test_all_processes_of_an_engine_find_one_node(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_b04_it_does_not_outlive_a_starter_that_is_killed(tmp_path: Path) -> None:
+def test_b04_it_does_not_outlive_a_starter_that_is_killed(folder: Path) -> None:
     program = "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n" + (
         "from engine_adapter.private_node import private_node\n"
         "access = private_node('engine', '64MiB'); access.client()\n"
         "print(flush=True); sys.stdin.read()\n"
     )
     starter = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert starter.stdin is not None and starter.stdout is not None
     starter.stdout.readline()
@@ -72,8 +81,8 @@ def test_b04_it_does_not_outlive_a_starter_that_is_killed(tmp_path: Path) -> Non
     starter.stdout.close()
 
 
-def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_folder_of_somebody_else_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     from engine_adapter.private_node import _own_folder
 
     _own_folder("engine").chmod(0o777)

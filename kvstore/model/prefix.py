@@ -230,7 +230,7 @@ def _messages(tokens: Tokens, chunk_tokens: int) -> tuple[list[bytes], int]:
     table = np.empty((full, 1 + chunk_tokens), dtype="<u4")
     table[:, 0] = chunk_tokens
     table[:, 1:] = values[: full * chunk_tokens].reshape(full, chunk_tokens)
-    messages = [row for (row,) in struct.iter_unpack(f"{4 + 4 * chunk_tokens}s", table.data)]  # quicker than slices
+    messages: list[bytes] = table.view(f"V{table.shape[1] * 4}").ravel().tolist()  # quicker than slices
     if rest:
         messages.append(struct.pack("<I", rest) + values[full * chunk_tokens :].astype("<u4", copy=False).tobytes())
     return messages, len(values)

@@ -218,10 +218,7 @@ class CatalogReader:
         hashed = words ^ mixes
         buckets = (hashed & self._mask).view(np.int64)
         tags = hashed.view(np.uint16)[:, 3:4] | _ODD_TAG  # the high bits of the first word
-        candidates = (self._tags.take(buckets).view(np.uint16) == tags).ravel().nonzero()[0]
-        owners = candidates >> 3
-        entries = (buckets.take(candidates >> 2) << 2) | (candidates & 3)
-        rows = self._gather(self._entries, entries)
+        matches = self._tags.take(buckets).view(np.uint16) == tags
         expected = np.zeros((len(words), ENTRY_WORDS), dtype=np.uint64)
         expected[:, :2], expected[:, 6] = words, kinds
         compared = _COMPARED_BLIND
@@ -229,11 +226,22 @@ class CatalogReader:
             prints = keys.fingerprints if width == 1 else keys.fingerprints.repeat(width)
             expected[:, 2], expected[:, 7] = prints[:-width], prints[width:]
             compared = _COMPARED
-        plain = len(owners) == len(words) and not np.count_nonzero(owners != _range(len(words)))
-        differs = rows ^ (expected if plain else expected.take(owners, axis=0))
-        differs &= compared
-        if plain and not np.count_nonzero(differs):
+        # Nearly always the first entry with the right tag is the right one, and there is none behind the last hit.
+        places = matches.argmax(axis=1)
+        entries = (buckets.take(_range(2 * len(words))[::2] + (places >> 2)) << 2) | (places & 3)
+        rows = self._gather(self._entries, entries)
+        differs = (rows ^ expected) & compared
+        if not np.count_nonzero(differs):
             return Found(len(keys), plan.numbers, plan.geometry, entries, rows, None, len(keys))
+        first_bad = int(differs.any(axis=1).argmax())
+        if width == 1 and not matches[first_bad].any():
+            held = entries[:first_bad], rows[:first_bad]
+            return Found(first_bad, plan.numbers, plan.geometry, *held, MissReason.ABSENT, first_bad)
+        candidates = matches.ravel().nonzero()[0]
+        owners = candidates >> 3
+        entries = (buckets.take(candidates >> 2) << 2) | (candidates & 3)
+        rows = self._gather(self._entries, entries)
+        differs = (rows ^ expected.take(owners, axis=0)) & compared
         kind, slower = differs[:, 6], differs[:, 6] & _LOW_56
         same_key = differs[:, 0] | differs[:, 1] | differs[:, 3] | slower == 0
         same_but_tier = differs[:, 2] | differs[:, 7] | slower == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_adapter.vllm_options import Mode, Options, check_policy, check_release
+from engine_adapter.vllm.options import Mode, Options, check_policy, check_release
 from kvstore.errors import ConfigurationError
 
 

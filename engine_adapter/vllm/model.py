@@ -38,7 +38,7 @@ from engine_adapter.identity import weights_digest
 from engine_adapter.movers import Blocks
 from engine_adapter.plans import KvGroup
 from engine_adapter.views import HeadPages
-from engine_adapter.vllm_options import Options
+from engine_adapter.vllm.options import Options
 from kvstore.errors import ConfigurationError, LayoutMismatch
 from kvstore.model.layout import Attention, Dtype, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace

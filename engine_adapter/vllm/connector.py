@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import __version__ as vllm_version
 
-from engine_adapter.vllm_options import Mode, Options, check_policy, check_release
+from engine_adapter.vllm.options import Mode, Options, check_policy, check_release
 
 check_release(vllm_version)
 
@@ -36,10 +36,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from engine_adapter.plans import StepPlan, StepReport  # noqa: E402
-from engine_adapter.vllm_metrics import PoolMetrics, PoolStats  # noqa: E402
-from engine_adapter.vllm_model import kv_groups  # noqa: E402
-from engine_adapter.vllm_scheduler import SchedulerHalf  # noqa: E402
-from engine_adapter.vllm_worker import WorkerHalf  # noqa: E402
+from engine_adapter.vllm.metrics import PoolMetrics, PoolStats  # noqa: E402
+from engine_adapter.vllm.model import kv_groups  # noqa: E402
+from engine_adapter.vllm.scheduler import SchedulerHalf  # noqa: E402
+from engine_adapter.vllm.worker import WorkerHalf  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

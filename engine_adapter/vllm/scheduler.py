@@ -18,9 +18,9 @@ from engine_adapter.plans import KvGroup, StepPlan, StepReport
 from engine_adapter.pool_access import PoolAccess
 from engine_adapter.requests import Prompt, RequestBook, Rules, Scheduled
 from engine_adapter.session import Binding, PoolSession, guarded
-from engine_adapter.vllm_events import StoredEvents
-from engine_adapter.vllm_options import Mode, Options
-from engine_adapter.vllm_pool import open_pool
+from engine_adapter.vllm.events import StoredEvents
+from engine_adapter.vllm.options import Mode, Options
+from engine_adapter.vllm.pool import open_pool
 from kvstore.errors import ConfigurationError, InvalidRequest
 from kvstore.model.prefix import Extra, ExtraKind, KeyChain, Keys
 from kvstore.model.ticket import Ticket, TicketRank

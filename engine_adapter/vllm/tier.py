@@ -3,7 +3,7 @@
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1073741824, "canonical_layout": true,
        "secondary_tiers": [
-         {"type": "KVStoreTier", "module_path": "engine_adapter.vllm_tier", "node": "127.0.0.1:7420"}]}}
+         {"type": "KVStoreTier", "module_path": "engine_adapter.vllm", "node": "127.0.0.1:7420"}]}}
 
 It runs in vLLM's scheduler process and never blocks there. Chunks are named by vLLM's block hashes, so only hashes that
 are the same in all processes and that nobody can forge are taken: sha256 ones. They name LoRA adapters by name and not
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from vllm import __version__ as vllm_version
 
-from engine_adapter.vllm_options import Options, check_release
+from engine_adapter.vllm.options import Options, check_release
 
 check_release(vllm_version)
 
@@ -50,7 +50,7 @@ NAME_BYTES = 32 + 4
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """The tier that vLLM makes; its keys besides type and module_path are those of `vllm_options.Options`."""
+    """The tier that vLLM makes; its keys besides type and module_path are those of `options.Options`."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.HOST
@@ -191,7 +191,7 @@ def namespace_of(spec: OffloadingSpec, row_bytes: int, options: Options) -> Name
 
 
 def _folder_of(model: str) -> Path:
-    from engine_adapter.vllm_model import weights_folder
+    from engine_adapter.vllm.model import weights_folder
 
     return weights_folder(model, None)
 

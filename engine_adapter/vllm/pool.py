@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine_adapter.pool_access import PoolAccess, embedded, to_node
 from engine_adapter.private_node import private_node
-from engine_adapter.vllm_options import Options
+from engine_adapter.vllm.options import Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

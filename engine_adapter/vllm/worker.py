@@ -11,9 +11,9 @@ from engine_adapter.cuts import Cut
 from engine_adapter.plans import KvGroup
 from engine_adapter.session import Binding, PoolSession
 from engine_adapter.transfers import Ended, How, RankGroup, Transfers
-from engine_adapter.vllm_model import endpoints
-from engine_adapter.vllm_options import Mode, Options
-from engine_adapter.vllm_pool import open_pool
+from engine_adapter.vllm.model import endpoints
+from engine_adapter.vllm.options import Mode, Options
+from engine_adapter.vllm.pool import open_pool
 from kvstore.errors import LayoutMismatch
 
 if TYPE_CHECKING:

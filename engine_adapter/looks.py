@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine_adapter.session import PoolSession
 from kvstore.model.prefix import Keys
 
+T = TypeVar("T")
 REOPEN_EVERY_S = 1.0
 LOOKS_AT_ONCE = 4
 WAITING_LIMIT = 1024
@@ -86,22 +88,26 @@ class Looks:
         if asked is not None:
             asked.future.cancel()
 
-    def later(self, call: Callable[[], None]) -> None:
+    def later(self, call: Callable[[], T]) -> Future[T]:
         """Do something that waits, in a thread."""
-        self._threads.submit(call)
+        return self._threads.submit(call)
+
+    def here(self, groups: Sequence[Keys]) -> int | None:
+        """Leading chunks that the own node has of all groups; None without a session with it. In any thread."""
+        run = len(groups[0])
+        for session, keys in zip(self._sessions, groups, strict=True):
+            found = session.present_here(keys if run == len(keys) else keys.slice(0, run), session.whole)
+            if not found:
+                return found
+            run = found
+        return run
 
     def _here(self, groups: Sequence[Keys]) -> int:
-        least: int | None = None
-        for session, keys in zip(self._sessions, groups, strict=True):
-            found = session.present_here(keys if least is None else keys.slice(0, least), session.whole)
-            if found is None:
-                self.counts["looks_without_node"] += 1
-                self._reopen()
-                return 0
-            least = found
-            if not least:
-                break
-        return least or 0
+        found = self.here(groups)
+        if found is None:
+            self.counts["looks_without_node"] += 1
+            self._reopen()
+        return found or 0
 
     def _anywhere(self, groups: Sequence[Keys]) -> int:
         """In a thread: the best that all groups have, on whatever node."""

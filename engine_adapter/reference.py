@@ -96,7 +96,7 @@ class ReferenceWorker:
                 writer.commit(first_chunk)
 
                 def on_layer(chunk: int, layer: int) -> None:
-                    writer.put_layer(chunk, layer)
+                    writer.put_layer(layer, chunk, chunk + 1)
                     if layer == layers - 1:
                         writer.commit(chunk + 1)
 

@@ -128,6 +128,8 @@ class RequestBook:
         self._late_stores: list[StorePlan] = []
         self._saving: dict[int, tuple[frozenset[int], ...]] = {}
         """Blocks of store plans that are not reported by all ranks, a set a group."""
+        self._keys: dict[int, tuple[Keys, ...]] = {}
+        """Of the same plans."""
         self._owners: dict[int, str] = {}
         """Request of each load and store plan that is not reported by all ranks."""
         self._reports: Counter[int] = Counter()
@@ -271,6 +273,7 @@ class RequestBook:
         let_go = [number for number, saving in self._saving.items() if _overlap(saving, filled)]
         for plan in stores:
             self._saving[plan.number] = tuple(_ids(each.blocks) for each in plan.groups)
+            self._keys[plan.number] = tuple(each.keys for each in plan.groups)
         ending, self._told_ending = self._told_ending, []
         return StepPlan(tuple(loads), tuple(stores), tuple(let_go), tuple(ending))
 
@@ -311,9 +314,10 @@ class RequestBook:
         self.counts["stores"] += 1
         return plan
 
-    def reported(self, report: StepReport) -> tuple[list[str], list[tuple[str, int]]]:
-        """What ranks have ended: (requests whose handoff was read, (request, leading chunks now visible))."""
-        read, stored = [], []
+    def reported(self, report: StepReport) -> tuple[list[str], list[tuple[str, tuple[Keys, ...]]]]:
+        """What ranks have ended: (requests whose handoff was read, (request, its leading chunks now visible))."""
+        read: list[str] = []
+        stored: list[tuple[str, tuple[Keys, ...]]] = []
         for number, ranks in (report.stored + report.loaded).items():
             self._reports[number] += ranks
         for number in report.failed:
@@ -323,8 +327,9 @@ class RequestBook:
             request_id = self._owners.pop(number, "")
             self._saving.pop(number, None)
             self._unconfirmed.pop(number, None)
-            if number in report.stored_chunks:
-                stored.append((request_id, report.stored_chunks[number]))
+            keys = self._keys.pop(number, ())
+            if report.stored_chunks.get(number):
+                stored.append((request_id, tuple(each.slice(0, report.stored_chunks[number]) for each in keys)))
             request = self._requests.get(request_id)
             if request is not None:
                 request.stores.discard(number)
@@ -383,7 +388,7 @@ class RequestBook:
 
     def check(self) -> None:
         """What is kept belongs to requests that live, or whose plans are not reported."""
-        for number in {*self._saving, *self._unconfirmed}:
+        for number in {*self._saving, *self._keys, *self._unconfirmed}:
             assert number in self._owners, "a plan without an owner"
         for request in self._requests.values():
             assert request.stores <= self._owners.keys(), "a store that was reported"

@@ -294,9 +294,9 @@ class ChunkWriter:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def put_layer(self, chunk: int, layer: int) -> None:
-        """The chunk's layer (number of the model) is complete in the engine's pages."""
-        self._put(layer, layer + 1, [chunk])
+    def put_layer(self, layer: int, start: int, stop: int) -> None:
+        """The layer (number of the model) of chunks [start, stop) is complete in the engine's pages."""
+        self._put(layer, layer + 1, range(start, stop))
 
     def put_chunks(self, start: int, stop: int) -> None:
         """Chunks [start, stop) are complete in the engine's pages; those that the node lacks are stored."""

@@ -63,6 +63,7 @@ class How:
     """So long a store may still take when the engine needs its blocks."""
     layerwise: bool = False
     async_stores: bool = True
+    layerwise_stores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class _Store:
     plan: StorePlan
     chunks: tuple[EngineChunks, ...]
     end_s: float
+    computed: list[int] | None = None
+    """Layers of each group that its step has computed so far; None = all."""
     future: Future[int] | None = None
 
 
@@ -115,7 +118,12 @@ class Transfers:
         self._sent: set[str] = set()
         self._report = StepReport()
         self._counts: Counter[str] = Counter()
-        self._layers = {name: place for each in groups[:1] for place, name in enumerate(each.layer_names)}
+        self._layers = {
+            name: (number, place) for number, each in enumerate(groups) for place, name in enumerate(each.layer_names)
+        }
+        """Group and place in it."""
+        self._computing: tuple[StepPlan, list[int]] | None = None
+        """The step whose stores have begun with its first layer, and its computed layers by group."""
 
     # --- the order of a step -----------------------------------------------------------------------------
 
@@ -149,20 +157,38 @@ class Transfers:
         """The layer of all loads that go layer by layer is there; or it never comes, which the load says at its end."""
         if not self._layer_loads:
             return
-        place = self._layers.get(name, len(self._layers))
+        _, place = self._layers.get(name, (0, len(self._layers)))
         end_s = time.monotonic() + self._how.load_deadline_s + 2.0
         with self._lock:
             self._lock.wait_for(
                 lambda: all(load.ready > place for load in self._layer_loads), timeout=end_s - time.monotonic()
             )
 
+    def save_layer(self, plan: StepPlan, name: str) -> None:
+        """The step has computed this layer: stores that go layer by layer may take it. Does not wait."""
+        if not self._how.layerwise_stores or not plan.stores or name not in self._layers:
+            return
+        if self._computing is None or self._computing[0] is not plan:
+            self._computing = plan, [0] * len(self._groups)
+            self._count("stores_by_layer", len(plan.stores))
+            for store in plan.stores:
+                self._begin(store, self._computing[1])
+        number, place = self._layers[name]
+        with self._lock:
+            self._computing[1][number] = place + 1
+            self._lock.notify_all()
+
     def after_step(self, plan: StepPlan) -> None:
         """Loads of the step have ended; its stores begin, and have ended too where they may not outlive the step."""
         loads, self._layer_loads = self._layer_loads, []
         for load in loads:
             load.future.result()
-        for store in plan.stores:
-            self._begin(store)
+        computing, self._computing = self._computing, None
+        if computing is not None and computing[0] is plan:
+            self._all_computed(computing[1])
+        else:
+            for store in plan.stores:
+                self._begin(store)
         with self._lock:
             self._ending.update(plan.ending)
             self._tell_sent()
@@ -204,6 +230,8 @@ class Transfers:
         for store in list(self._stores.values()):
             for chunks in store.chunks:
                 chunks.close()
+            if store.computed is not None:
+                self._all_computed(store.computed)
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._savers.shutdown(wait=True, cancel_futures=True)
 
@@ -281,7 +309,12 @@ class Transfers:
 
     # --- stores ------------------------------------------------------------------------------------------
 
-    def _begin(self, plan: StorePlan) -> None:
+    def _all_computed(self, computed: list[int]) -> None:
+        with self._lock:
+            computed[:] = [len(each.layer_names) for each in self._groups]
+            self._lock.notify_all()
+
+    def _begin(self, plan: StorePlan, computed: list[int] | None = None) -> None:
         if not any(each.writes for each in self._groups):
             self._stored(plan, len(plan.groups[0].keys), known=False)
             return
@@ -294,12 +327,12 @@ class Transfers:
         if chunks is None:
             self._stored(plan, 0, known=False)
             return
-        store = _Store(plan, chunks, time.monotonic() + self._how.store_deadline_s)
+        store = _Store(plan, chunks, time.monotonic() + self._how.store_deadline_s, computed)
         with self._lock:
             self._stores[plan.number] = store
             self._by_request[plan.request_id] += 1
         store.future = self._savers.submit(self._store, store)
-        if not self._how.async_stores:
+        if not self._how.async_stores and computed is None:
             store.future.result()
 
     def _store(self, store: _Store) -> int:
@@ -324,11 +357,24 @@ class Transfers:
             return 0
         ticket = store.plan.tickets[number] if store.plan.tickets else None
         with each.session.writer(keys, source, ticket=ticket, deadline_s=left_s) as writer:
-            writer.put_chunks(source.first_whole, len(keys))
+            if store.computed is None:
+                writer.put_chunks(source.first_whole, len(keys))
+            else:
+                for place in range(each.held.layers):
+                    if not self._is_computed(store, number, place):
+                        self._count("stores_too_late")
+                        return 0
+                    writer.put_layer(each.held.layer_start + place, source.first_whole, len(keys))
             writer.finish()
         self._count("store_chunks", writer.stored_chunks)
         self._count("store_bytes", writer.stored_chunks * each.group.namespace.layout.payload_bytes(each.held))
         return writer.visible_chunks
+
+    def _is_computed(self, store: _Store, number: int, place: int) -> bool:
+        """Wait until the step has computed this layer of the group; False where that takes too long."""
+        computed, left_s = store.computed, store.end_s - time.monotonic()
+        with self._lock:
+            return self._lock.wait_for(lambda: computed is None or computed[number] > place, timeout=max(0.0, left_s))
 
     def _stored(self, plan: StorePlan, visible: int, *, known: bool = True) -> None:
         with self._lock:

@@ -177,7 +177,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._mover().transfers.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """See KVConnectorBase_V1. Stores begin when the step has computed all layers."""
+        """See KVConnectorBase_V1."""
+        self._mover().transfers.save_layer(self._plan(), layer_name)
 
     def wait_for_save(self) -> None:
         """See KVConnectorBase_V1."""
@@ -228,8 +229,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are waited for from within the model only where loads go layer by layer."""
-        return bool(extra_config.get("load") == Mode.LAYERWISE)
+        """Calls from within the model are needed only where loads or stores go layer by layer."""
+        return Mode.LAYERWISE in (extra_config.get("load"), extra_config.get("store"))
 
 
 if KVStoreConnector.__name__ not in KVConnectorFactory._registry:

@@ -1,52 +1,54 @@
 """The pool's chunks in vLLM's own event stream, so that a router that follows it knows what is a load away.
 
-An event names the engine's own block hashes with the medium `CPU`. It is told when all ranks have stored a chunk. What
-leaves the pool is not told: to such a router it looks like a miss that it did not expect. Requests with a salt, an
-adapter or pictures are left out: an event that lost one of these would name other requests' pages.
+An event names the engine's own block hashes with the medium `CPU`. A whole chunk is told when all ranks have stored it,
+and again, as removed, when the own host's node does not have it any more: within about ten seconds, at the next step.
+Requests with a salt, an adapter or pictures are left out: an event that lost one of these would name other requests'
+pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from engine_adapter.told import ToldChunks
+from kvstore.model.prefix import Keys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 WAITING_LIMIT = 4096
-"""Events that wait to be taken; more are dropped."""
+"""Events that wait to be taken; more are not made, and their chunks not told of."""
 
 
-class StoredEvents:
-    """Events of one engine. `hash_tokens`: tokens of one of the engine's block hashes."""
+class PoolEvents:
+    """Events of one engine. `hash_tokens`: tokens of one of the engine's block hashes; whole ones make a chunk."""
 
-    def __init__(self, hash_tokens: int) -> None:
+    def __init__(self, hash_tokens: int, told: ToldChunks) -> None:
         self._hash_tokens = hash_tokens
-        self._told: dict[str, int] = {}
-        """Blocks of each request that were told."""
+        self._told = told
         self._events: list[Any] = []
-        self.dropped = 0
 
-    def stored(self, request: Request, tokens: int) -> None:
-        """All ranks have the first `tokens` tokens of the request in the pool."""
+    def stored(self, request: Request, groups: Sequence[Keys]) -> None:
+        """All ranks have these chunks, from the start of the request on, in the pool."""
         if request.cache_salt or request.lora_request is not None or request.mm_features:
             return
-        first = self._told.get(request.request_id, 0)
-        last = min(tokens // self._hash_tokens, len(request.block_hashes))
-        if last <= first:
-            return
-        self._told[request.request_id] = last
-        if len(self._events) >= WAITING_LIMIT:
-            self.dropped += 1
+        keys = groups[0]
+        whole = keys.token_count // keys.chunk_tokens
+        start = self._told.new(keys.slice(0, whole))
+        per_chunk = keys.chunk_tokens // self._hash_tokens
+        first, last = start * per_chunk, whole * per_chunk
+        if start == whole or last > len(request.block_hashes) or len(self._events) >= WAITING_LIMIT:
             return
         hashes = [maybe_convert_block_hash(each) for each in request.block_hashes[first:last]]
-        parent = maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None
+        self._told.add([each.slice(start, whole) for each in groups], hashes)
         self._events.append(
             BlockStored(
                 block_hashes=hashes,
-                parent_block_hash=parent,
+                parent_block_hash=maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
                 token_ids=list(request._all_token_ids[first * self._hash_tokens : last * self._hash_tokens]),
                 block_size=self._hash_tokens,
                 lora_id=None,
@@ -55,11 +57,14 @@ class StoredEvents:
             )
         )
 
-    def forget(self, request_id: str) -> None:
-        """Nothing more will be stored of the request."""
-        self._told.pop(request_id, None)
+    def clear(self) -> None:
+        """Nothing of the pool is of use to this engine any more."""
+        self._told.clear()
 
     def take(self) -> list[Any]:
         """Events since the last call."""
         events, self._events = self._events, []
+        gone = self._told.take_gone()
+        if gone:
+            events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU))
         return events

@@ -15,6 +15,7 @@ NAMES = {
     "loads_failed": "Loads of which something was missing and was computed",
     "store_chunks": "Chunks stored in the pool",
     "store_bytes": "Bytes stored in the pool",
+    "stores_by_layer": "Stores that began with the first layer of their step",
     "stores_dropped": "Stores that were dropped because too many waited",
     "stores_given_up": "Stores that were given up because the engine needed the blocks",
     "stores_without_parent": "Stores of chunks whose prefix neither the engine nor the pool has",

@@ -23,7 +23,7 @@ class Mode(enum.StrEnum):
     SYNC = "sync"
     """Within the step."""
     LAYERWISE = "layerwise"
-    """Within the step, layer by layer beside the computation. Loads only."""
+    """Layer by layer beside the computation. A load is over with the step, a store may outlive it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Options:
     load: Mode = Mode.ASYNC
     """async, sync or layerwise. With several KV groups, and for handoffs, always async."""
     store: Mode = Mode.ASYNC
-    """async or sync."""
+    """async, sync or layerwise."""
     save_decode: bool = True
     """Store what was generated too, so that the next turn finds it."""
     chunk_tokens: int = 64
@@ -83,10 +83,7 @@ class Options:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigurationError(f"there is no option {name!r}{hint}")
             values[name] = _checked(name, value, kinds[name])
-        options = cls(**values)
-        if options.store is Mode.LAYERWISE:
-            raise ConfigurationError("store is async or sync; only loads go layer by layer")
-        return options
+        return cls(**values)
 
     @property
     def secret(self) -> bytes:

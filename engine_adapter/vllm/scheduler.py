@@ -18,7 +18,8 @@ from engine_adapter.plans import KvGroup, StepPlan, StepReport
 from engine_adapter.pool_access import PoolAccess
 from engine_adapter.requests import Prompt, RequestBook, Rules, Scheduled
 from engine_adapter.session import Binding, PoolSession, guarded
-from engine_adapter.vllm.events import StoredEvents
+from engine_adapter.told import ToldChunks
+from engine_adapter.vllm.events import PoolEvents
 from engine_adapter.vllm.options import Mode, Options
 from engine_adapter.vllm.pool import open_pool
 from kvstore.errors import ConfigurationError, InvalidRequest
@@ -77,9 +78,10 @@ class SchedulerHalf:
         """Requests whose adapter's identity is not known yet."""
         self._incoming: dict[str, tuple[Ticket, ...]] = {}
         self._counts: Counter[str] = Counter()
-        self._events: StoredEvents | None = None
+        self._events: PoolEvents | None = None
         if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
-            self._events = StoredEvents(kv_cache.hash_block_size or groups[0].block_tokens)
+            told = ToldChunks(self._looks.here, self._looks.later)
+            self._events = PoolEvents(kv_cache.hash_block_size or groups[0].block_tokens, told)
         self._told_of: dict[str, Request] = {}
         """Requests of whose chunks events may come."""
 
@@ -171,17 +173,12 @@ class SchedulerHalf:
             self._release(self._incoming.pop(request_id, ()))
         if self._events is None:
             return
-        for request_id, chunks in stored:
+        for request_id, keys in stored:
             request = self._told_of.get(request_id)
             if request is not None:
-                self._events.stored(request, min(chunks * self._groups[0].chunk_tokens, request.num_tokens))
+                self._events.stored(request, keys)
                 if request.is_finished() and not self.book.is_storing(request_id):
-                    self._forget(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        if self._events is not None:
-            self._told_of.pop(request_id, None)
-            self._events.forget(request_id)
+                    del self._told_of[request_id]
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended: (keep its blocks, parameters for whoever goes on with it)."""
@@ -193,7 +190,7 @@ class SchedulerHalf:
         computed_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         keep, tickets = self.book.finished(request.request_id, computed_tokens, _without_null(blocks), aborted=aborted)
         if not keep:
-            self._forget(request.request_id)
+            self._told_of.pop(request.request_id, None)
         if not tickets or aborted:
             return keep, None
         return keep, {HANDOFF: {"tickets": [ticket.to_json() for ticket in tickets]}}
@@ -238,7 +235,7 @@ class SchedulerHalf:
     # --- the rest ----------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[Any]:
-        """What was stored since the last call, where events are wanted."""
+        """What was stored and what has gone since the last call, where events are wanted."""
         return self._events.take() if self._events is not None else ()
 
     def reset(self) -> None:
@@ -248,6 +245,8 @@ class SchedulerHalf:
         that another engine could know.
         """
         self._generation = secrets.token_bytes(16)
+        if self._events is not None:
+            self._events.clear()
         logger.warning("the connector's cache was reset: this engine shares with no other one until it is restarted")
 
     def take_counts(self) -> dict[str, int]:

@@ -72,8 +72,9 @@ class WorkerHalf:
             How(
                 self._options.load_deadline_ms / 1000,
                 self._options.store_deadline_ms / 1000,
-                self._options.load is Mode.LAYERWISE,
-                self._options.store is Mode.ASYNC,
+                layerwise=self._options.load is Mode.LAYERWISE,
+                async_stores=self._options.store is not Mode.SYNC,
+                layerwise_stores=self._options.store is Mode.LAYERWISE,
             ),
         )
 

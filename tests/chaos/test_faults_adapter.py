@@ -51,7 +51,7 @@ def request(session: PoolSession, number: int) -> int:
     with session.writer(KEYS, ChunkArray(pages, LAYOUT.whole)) as writer:
         for chunk in range(4):
             for layer in range(4):
-                writer.put_layer(chunk, layer)
+                writer.put_layer(layer, chunk, chunk + 1)
             writer.commit(chunk + 1)
         writer.finish()
     assert session.stats()["errors"]

@@ -39,6 +39,9 @@ class SteppedEngine:
         self._llm = LLM(**{**DEFAULTS, **arguments})
         self._engine: Any = self._llm.llm_engine
         self._requests = 0
+        self._events: list[list[Any]] = []
+        if self._llm.llm_engine.vllm_config.kv_events_config is not None:
+            self._engine.engine_core.engine_core.scheduler.kv_event_publisher.publish = self._publish
         self._counters = self._read_counters()
 
     def _read_counters(self) -> dict[str, float]:
@@ -117,6 +120,16 @@ class SteppedEngine:
     def page_digests(self) -> dict[str, Any]:
         """A digest of each block that holds anything but zeros, over all layers; ranks one after the other."""
         return {"digests": [digest for rank in self._llm.collective_rpc(block_digests) for digest in rank]}
+
+    def take_events(self) -> dict[str, Any]:
+        """KV cache events with the medium CPU since the last call: name and block hashes, in order."""
+        events, self._events = self._events, []
+        return {"events": events}
+
+    def _publish(self, batch: Any) -> None:
+        for event in batch.events:
+            if getattr(event, "medium", None) == "CPU":
+                self._events.append([type(event).__name__, [str(each) for each in event.block_hashes]])
 
     def quit(self) -> dict[str, Any]:
         """Shut down in order, so that the connector ends its saves."""

@@ -132,6 +132,11 @@ class Engine:
         """Digests of the blocks of the engine's KV cache that hold anything."""
         return set(self._child.call({"step": "page_digests"}, ENGINE_DEADLINE_S)["digests"])
 
+    def take_events(self) -> list[tuple[str, list[str]]]:
+        """Events of the pool since the last call: name and block hashes."""
+        said = self._child.call({"step": "take_events"}, ENGINE_DEADLINE_S)
+        return [(name, hashes) for name, hashes in said["events"]]
+
     def quit(self) -> None:
         """Shut it down in order."""
         self._child.call({"step": "quit"}, ENGINE_DEADLINE_S)

@@ -11,10 +11,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [prompt(0), prompt(1, 330)]
 
 
-def saved_then_loaded(workplace: Workplace, load: str = "sync", **engine: Any) -> tuple[Batch, Batch]:
+def saved_then_loaded(
+    workplace: Workplace, load: str = "sync", store: str = "async", **engine: Any
+) -> tuple[Batch, Batch]:
     """What the process that saves answers, and then the one that loads."""
     node = workplace.node()
-    saving = workplace.engine(kv_transfer_config=connector(node), **engine)
+    saving = workplace.engine(kv_transfer_config=connector(node, store=store), **engine)
     first = saving.generate(PROMPTS)
     saving.quit()
     return first, workplace.engine(kv_transfer_config=connector(node, load), **engine).generate(PROMPTS)
@@ -30,10 +32,11 @@ def test_the_second_process_answers_as_a_cold_engine(workplace: Workplace, cold:
     assert (second.external_hits, second.local_hits) == (sum(hits), 0)
 
 
-@pytest.mark.parametrize("load", ["async", "layerwise"])
-def test_all_ways_of_loading_give_the_same(workplace: Workplace, cold: Cold, load: str) -> None:
-    _, second = saved_then_loaded(workplace, load, block_size=32)
-    assert second.ids == cold(PROMPTS, block_size=32)
+@pytest.mark.parametrize(("load", "store"), [("async", "sync"), ("layerwise", "layerwise")])
+def test_all_ways_of_saving_and_loading_give_the_same(workplace: Workplace, cold: Cold, load: str, store: str) -> None:
+    first, second = saved_then_loaded(workplace, load, store, block_size=32)
+    assert first.ids == second.ids == cold(PROMPTS, block_size=32)
+    assert (first.counters.get("vllm:kvstore_stores_by_layer", 0) > 0) == (store == "layerwise")
     assert second.cached_tokens == [covered(300), covered(330)]
     assert second.external_hits == covered(300) + covered(330)
 

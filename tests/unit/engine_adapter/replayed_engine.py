@@ -6,7 +6,7 @@ Blocks are given out lowest number first, so that tests can make one be used aga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -51,6 +51,11 @@ def expected(tokens: Sequence[int], position: int, layer: int) -> float:
     """The KV of one token in one layer: every element of it."""
     text = repr((list(tokens[: position + 1]), layer)).encode()
     return float(int.from_bytes(blake2b(text, digest_size=2).digest(), "little") % 199)
+
+
+def layer_name(number: int, layer: int) -> str:
+    """As the engine calls a layer of a group."""
+    return f"group.{number}.layer.{layer}"
 
 
 class NoLooks:
@@ -110,6 +115,8 @@ class ReplayedEngine:
         self.requests: dict[str, Running] = {}
         self.kept: dict[str, Running] = {}
         self.last = Ended(frozenset(), frozenset(), frozenset(), frozenset())
+        self.after_layer: Callable[[int], None] = lambda layer: None
+        """Called in a step when it has computed that layer."""
 
     def _rank(self, number: int) -> RankGroup:
         each, tensors = self.groups[number], self.tensors[number]
@@ -117,7 +124,7 @@ class ReplayedEngine:
         def make(pages: int, ids: Sequence[Sequence[int]]) -> Endpoint:
             return PagedKv(HeadPages.opaque(tensors, pages), pages, ids)
 
-        names = tuple(f"layer.{layer}" for layer in range(LAYERS))
+        names = tuple(layer_name(number, layer) for layer in range(LAYERS))
         return RankGroup(each, self.sessions[number], LAYOUT.whole, True, make, torch.device("cpu"), names)
 
     # --- what a scheduler does ---------------------------------------------------------------------------
@@ -175,10 +182,14 @@ class ReplayedEngine:
         self.transfers.before_step(plan)
         self.transfers.start_loads(plan)
         for layer in range(LAYERS):
-            self.transfers.wait_layer(f"layer.{layer}")
+            for number in range(len(self.groups)):
+                self.transfers.wait_layer(layer_name(number, layer))
             for running, start, stop in spans:
                 for position in range(start, stop):
                     self._compute(running, position, layer)
+            for number in range(len(self.groups)):
+                self.transfers.save_layer(plan, layer_name(number, layer))
+            self.after_layer(layer)
         self.transfers.after_step(plan)
         self.last = ended = self.transfers.ended()
         self.book.reported(self.transfers.report())

@@ -23,7 +23,7 @@ def test_options_have_defaults_and_kinds() -> None:
         ({"nodes": "x"}, "did you mean 'node'"),
         ({"zzz": 1}, "no option 'zzz'"),
         ({"load": "later"}, "async, sync, layerwise"),
-        ({"store": "layerwise"}, "only loads go layer by layer"),
+        ({"store": "later"}, "async, sync, layerwise"),
         ({"chunk_tokens": "64"}, "chunk_tokens is a int"),
         ({"chunk_tokens": True}, "chunk_tokens is a int"),
         ({"chunk_tokens": 0}, "at least 1"),

@@ -1,0 +1,117 @@
+"""Chunks that others were told of, so that they can be told again when these are gone.
+
+    add     chunks that are in the pool now: which of them nobody was told of yet
+    sweep   now and then all of them are looked up, in a thread: what is not there any more is told as gone
+
+A chunk's names are the engine's, of one or several of its blocks. Only so many chunks are kept; the oldest are told as
+gone before their time, since nobody would notice when they go. One owner: the engine's scheduler, which never waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.model.prefix import Keys
+
+SWEEP_EVERY_S = 10.0
+CHUNKS_LIMIT = 1 << 16
+
+Look = Callable[[Sequence[Keys]], int | None]
+"""Leading chunks of these that the own node has of all groups, without waiting; None = there is no node to ask."""
+Name = Any
+"""A block's name in the engine."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive chunks of one prompt, the same ones of each group, and the names of their blocks in order."""
+
+    groups: tuple[Keys, ...]
+    names: list[Name]
+
+    @property
+    def names_per_chunk(self) -> int:
+        return len(self.names) // len(self.groups[0])
+
+
+class ToldChunks:
+    """What one engine has told of. `submit` runs a call in a thread."""
+
+    def __init__(
+        self,
+        look: Look,
+        submit: Callable[[Callable[[], Any]], Future[Any]],
+        *,
+        limit: int = CHUNKS_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look = look
+        self._submit = submit
+        self._limit = limit
+        self._clock = clock
+        self._runs: dict[int, _Run] = {}
+        self._known: set[bytes] = set()
+        """Keys of the first group's chunks in all runs."""
+        self._numbers = itertools.count()
+        self._gone: list[Name] = []
+        self._sweep: Future[dict[int, int]] | None = None
+        self._sweep_at_s = clock() + SWEEP_EVERY_S
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def new(self, keys: Keys) -> int:
+        """Place of the first chunk that nobody was told of; what lies behind it counts as not told either."""
+        return next((place for place, key in enumerate(keys) if key not in self._known), len(keys))
+
+    def add(self, groups: Sequence[Keys], names: Sequence[Name]) -> None:
+        """These chunks are told of. `names`: of their blocks in order, as many a chunk."""
+        if not len(groups[0]):
+            return
+        self._runs[next(self._numbers)] = _Run(tuple(groups), list(names))
+        self._known.update(groups[0])
+        while len(self._known) > self._limit and len(self._runs) > 1:
+            self._cut(next(iter(self._runs)), 0)
+
+    def clear(self) -> None:
+        """None of it is of use any more."""
+        for number in list(self._runs):
+            self._cut(number, 0)
+
+    def take_gone(self) -> list[Name]:
+        """Names of blocks that are gone, found since the last call. Begins a sweep where it is time for one."""
+        if self._sweep is not None and self._sweep.done():
+            for number, present in self._sweep.result().items():
+                self._cut(number, present)
+            self._sweep, self._sweep_at_s = None, self._clock() + SWEEP_EVERY_S
+        if self._sweep is None and self._runs and self._clock() >= self._sweep_at_s:
+            runs = {number: run.groups for number, run in self._runs.items()}
+            self._sweep = self._submit(lambda: self._shortened(runs))
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _shortened(self, runs: Mapping[int, Sequence[Keys]]) -> dict[int, int]:
+        """In a thread: runs that are not there whole, and how many chunks of each still are."""
+        found: dict[int, int] = {}
+        for number, groups in runs.items():
+            present = self._look(groups)
+            if present is None:  # nobody to ask: nothing is known to be gone
+                break
+            if present < len(groups[0]):
+                found[number] = present
+        return found
+
+    def _cut(self, number: int, present: int) -> None:
+        run = self._runs.pop(number, None)
+        if run is None:
+            return
+        kept = present * run.names_per_chunk
+        self._gone += run.names[kept:]
+        self._known.difference_update(run.groups[0].slice(present, len(run.groups[0])))
+        if present:
+            self._runs[number] = _Run(tuple(keys.slice(0, present) for keys in run.groups), run.names[:kept])

@@ -56,7 +56,9 @@ class PoolAccess:
         self.after_close()
 
 
-def to_node(node: str, metadata: str, *, transport: str, staging: str, name: str, host_id: str) -> PoolAccess:
+def to_node(
+    node: str, metadata: str, *, transport: str, staging: str, name: str, host_id: str, verify: bool
+) -> PoolAccess:
     """The pool of which `node` is this host's node."""
 
     def open_client() -> Client:
@@ -67,13 +69,14 @@ def to_node(node: str, metadata: str, *, transport: str, staging: str, name: str
             staging=staging,
             name=name,
             host_id=host_id,
+            verify=verify,
             deadline_s=CONNECT_DEADLINE_S,
         )
 
     return PoolAccess(open_client)
 
 
-def embedded(name: str, dram: str) -> PoolAccess:
+def embedded(name: str, dram: str, *, verify: bool = False) -> PoolAccess:
     """The pool of this process with that name; it goes when the last access to it is closed.
 
     Raises ConfigurationError if the memory is not there.
@@ -81,7 +84,7 @@ def embedded(name: str, dram: str) -> PoolAccess:
     with _embedded_lock:
         known = _embedded.get(name)
         if known is None:
-            known = _embedded[name] = _Embedded(kvstore.open_local(dram), 0)
+            known = _embedded[name] = _Embedded(kvstore.open_local(dram, verify=verify), 0)
         known.users += 1
     access = PoolAccess(lambda: known.client)
 

@@ -38,7 +38,7 @@ main()
 """
 
 
-def private_node(name: str, dram: str) -> PoolAccess:
+def private_node(name: str, dram: str, *, verify: bool = False) -> PoolAccess:
     """The pool of the engine of that name. ConfigurationError where its node does not start."""
     folder = _own_folder(name)
     path = folder / f"{_NODE_ID}.sock"
@@ -46,7 +46,7 @@ def private_node(name: str, dram: str) -> PoolAccess:
     with _locked(folder / "lock"):
         if not _answers(path):
             started = _start(folder, dram)
-    access = to_node(str(path), "", transport="auto", staging="4MiB", name="engine", host_id="")
+    access = to_node(str(path), "", transport="auto", staging="4MiB", name="engine", host_id="", verify=verify)
     if started is not None:
         access.after_close = lambda: _stop(started)
     return access

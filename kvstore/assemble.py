@@ -191,15 +191,17 @@ def _run(serve: Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, None]]
     asyncio.run(main())
 
 
-def open_local(dram: str | int = "256MiB", *, eviction: str = "lru", room_chunks: int = 0, slots: int = 0) -> Client:
+def open_local(
+    dram: str | int = "256MiB", *, eviction: str = "lru", room_chunks: int = 0, slots: int = 0, verify: bool = False
+) -> Client:
     """A pool inside this process: same client, same node, no daemon and no other process.
 
-    `dram`: bytes or a size like "1GiB". `slots`: chunks expected to fit, 0 = one for each 16 KiB. The pool ends with
-    `close()` of the client. Raises ConfigurationError if the memory is not there.
+    `dram`: bytes or a size like "1GiB". `slots`: chunks expected to fit, 0 = one for each 16 KiB. `verify` as in
+    `kvstore.connect`. The pool ends with `close()` of the client. Raises ConfigurationError if the memory is not there.
     """
     size = dram if isinstance(dram, int) else parse_size(dram)
     host = EmbeddedHost(size, slots or max(64, size // EMBEDDED_SLOT_BYTES), CoreSettings(eviction, room_chunks, 1.0))
-    return Client(None, None, None, host=host)
+    return Client(None, None, None, verify=verify, host=host)
 
 
 class EmbeddedHost:

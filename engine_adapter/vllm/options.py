@@ -66,6 +66,8 @@ class Options:
     """A load that takes longer is given up, and the rest computed."""
     store_deadline_ms: int = 10000
     """A store that takes longer is given up."""
+    verify: bool = False
+    """Check the checksums of what is loaded from this host's node too, as those of other hosts always are."""
     checksums: bool = True
     """False stores without checksums: for tests and measurements."""
 

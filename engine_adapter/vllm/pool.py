@@ -26,7 +26,8 @@ def open_pool(config: VllmConfig, options: Options, role: str) -> PoolAccess:
             staging=options.staging,
             name=f"vllm {role}",
             host_id=options.host_id,
+            verify=options.verify,
         )
     if parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni"):
-        return embedded(str(transfer.engine_id), options.dram)
-    return private_node(str(transfer.engine_id), options.dram)
+        return embedded(str(transfer.engine_id), options.dram, verify=options.verify)
+    return private_node(str(transfer.engine_id), options.dram, verify=options.verify)

@@ -82,9 +82,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 staging=options.staging,
                 name="vllm tier",
                 host_id=options.host_id,
+                verify=options.verify,
             )
             if options.node or options.metadata
-            else embedded(f"tier of {offloading_spec.config.engine_id}", options.dram)
+            else embedded(f"tier of {offloading_spec.config.engine_id}", options.dram, verify=options.verify)
         )
         session = PoolSession(
             namespace, self._access.client, Binding(secret=options.secret, checksums=options.checksums)

@@ -51,7 +51,7 @@ def read_local(
     end_s: float,
     *,
     copiers: Copiers = ALONE,
-    verify: bool = not STRONG_ORDER,
+    verify: bool,
 ) -> LocalRead:
     """Deliver the longest prefix that this node holds. `end_s`: monotonic time after which nothing new is begun.
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvstore.client.copiers import Copiers
 from kvstore.client.counters import Counters
 from kvstore.client.host import HostNode, SocketHost
+from kvstore.client.local import STRONG_ORDER
 from kvstore.client.peers import Peer
 from kvstore.client.transports import Transports, Way
 from kvstore.errors import (
@@ -59,12 +60,15 @@ class Nodes:
         way: Way = Way(),  # noqa: B008 (a value)
         staging_bytes: int = 64 << 20,
         copy_threads: int = 0,
+        verify: bool = False,
         name: str = "",
         host: HostNode | None = None,
     ) -> None:
         self.counters = Counters()
         self.staging = Staging(staging_bytes)
         self.copiers = Copiers(copy_threads)
+        self.verify = verify or not STRONG_ORDER
+        """Reads of the own host's memory are checked against their checksums too."""
         self.transport = way.choice
         self._transports = Transports(way, self.staging.memory, self.counters)
         self._host_path = host_path

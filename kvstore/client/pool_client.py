@@ -31,6 +31,7 @@ def connect(
     peer_secret: bytes = b"",
     staging: str | int = "64MiB",
     copy_threads: int = 0,
+    verify: bool = False,
     name: str = "",
     host_id: str = "",
     deadline_s: float = 5.0,
@@ -42,8 +43,10 @@ def connect(
     empty: the hand-over alone decides. `nixl_backend`: UCX or LIBFABRIC, `nixl_devices`: the network devices to use,
     all by default. `peer_secret`: what nodes ask of those who read their memory over the network, where it is set.
     `copy_threads`: of one large read or write through shared memory, the caller's among them; 1 copies on the caller's
-    thread only, 0 takes one a usable CPU, at most 4. Raises Unreachable if the node does not answer, ConfigurationError
-    for wrong arguments, for shm where memory cannot be shared and for nixl where it is not installed.
+    thread only, 0 takes one a usable CPU, at most 4. `verify`: also check the checksums of what is read through shared
+    memory, where the fence alone is enough but for bytes that change in place; it costs a second copy. Raises
+    Unreachable if the node does not answer, ConfigurationError for wrong arguments, for shm where memory cannot be
+    shared and for nixl where it is not installed.
     """
     if transport not in CHOICES:
         raise ConfigurationError(f"unknown transport {transport!r}; known: {', '.join(CHOICES)}")
@@ -57,7 +60,17 @@ def connect(
     path = host.path if host is not None else None
     index = RemoteIndex(metadata) if metadata else None
     way = Way(transport, nixl_backend, tuple(nixl_devices), peer_secret)
-    return Client(path, own, index, way=way, staging_bytes=size, copy_threads=copy_threads, name=name, host=host)
+    return Client(
+        path,
+        own,
+        index,
+        way=way,
+        staging_bytes=size,
+        copy_threads=copy_threads,
+        verify=verify,
+        name=name,
+        host=host,
+    )
 
 
 def _meet(

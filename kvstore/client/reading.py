@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from kvstore.client.host import HostNode
 from kvstore.client.local import LocalRead, read_local
@@ -167,14 +168,19 @@ class Reading:
                 self._untold += self._keys.blob[(self._done - result.chunks) * 16 : self._done * 16]
 
     def _copy_from(self, host: HostNode, rest: Keys, into: Destination, grouped: bool) -> LocalRead:
-        """What is in its DRAM: group by group if all of it is there, else at once, because nobody waits for less."""
-        layout, end_s = self._namespace.layout, self._end_s
-        if not grouped or not host.alive or host.reader.find(rest, self._wanted).run < len(rest):
-            return read_local(host, layout, rest, self._wanted, into, end_s, copiers=self._nodes.copiers)
+        """What is in its DRAM: group by group if all of it is there, else at once, because nobody waits for less.
+
+        Also at once where checksums are verified, for which a chunk is copied whole.
+        """
+        nodes, layout = self._nodes, self._namespace.layout
+        copy = partial(read_local, host, layout, copiers=nodes.copiers, verify=nodes.verify)
+        at_once = not grouped or nodes.verify or not host.alive
+        if at_once or host.reader.find(rest, self._wanted).run < len(rest):
+            return copy(rest, self._wanted, into, self._end_s)
         done = LocalRead(len(rest), None, 0)
         for number, group in enumerate(self._groups):
             left = rest.slice(0, done.chunks)
-            part = read_local(host, layout, left, group, into, end_s, copiers=self._nodes.copiers)
+            part = copy(left, group, into, self._end_s)
             retries = done.retries + part.retries
             # A chunk that went under the copy is left out of the next groups; the first reason is the one to tell.
             done = replace(part if part.chunks < done.chunks else done, retries=retries)

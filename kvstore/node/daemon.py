@@ -171,6 +171,7 @@ class NodeDaemon:
             await self._recover_ssd(core, arena_view, ssd)
         if last_epoch or ssd is not None:
             core.settle()
+        await self._populate_step(core.pool.allocator)  # so that the first writer finds room
         await self._serve(arena_view)
         if self.tiers is not None:
             self.tiers.start()
@@ -310,12 +311,14 @@ class NodeDaemon:
 
     async def _populate(self, allocator: SlotAllocator) -> None:
         """Touch the arena in steps, off the loop, and open what is ready."""
-        arena = self._memory.arena
-        while arena.populated_bytes < arena.size_bytes:
-            ready = await asyncio.to_thread(arena.populate_step)
-            allocator.open_until = ready
-            self._on_progress("populating", ready, arena.size_bytes)
+        while self._memory.arena.populated_bytes < self._memory.arena.size_bytes:
+            await self._populate_step(allocator)
             self.core.on_commit()
+
+    async def _populate_step(self, allocator: SlotAllocator) -> None:
+        arena = self._memory.arena
+        allocator.open_until = ready = await asyncio.to_thread(arena.populate_step)
+        self._on_progress("populating", ready, arena.size_bytes)
 
     async def _tick(self) -> None:
         clock = asyncio.get_running_loop().time

@@ -240,7 +240,7 @@ class CatalogReader:
         candidates = matches.ravel().nonzero()[0]
         owners = candidates >> 3
         entries = (buckets.take(candidates >> 2) << 2) | (candidates & 3)
-        rows = self._gather(self._entries, entries)
+        rows = self._gather(self._entries, entries) if len(entries) else rows[:0]
         differs = (rows ^ expected.take(owners, axis=0)) & compared
         kind, slower = differs[:, 6], differs[:, 6] & _LOW_56
         same_key = differs[:, 0] | differs[:, 1] | differs[:, 3] | slower == 0

@@ -21,6 +21,21 @@ def test_zeroed_pages_change_the_answer_where_nothing_checks_them(workplace: Wor
     assert all(wrong != right for wrong, right in zip(loaded.ids, cold(PROMPTS), strict=True))
 
 
+def test_zeroed_pages_of_the_own_host_are_a_miss_where_they_are_verified(workplace: Workplace, cold: Cold) -> None:
+    node = workplace.node()
+    engine = workplace.engine(kv_transfer_config=connector(node, verify=True))
+    assert engine.generate(PROMPTS).ids == cold(PROMPTS)
+    engine.forget()
+    sound = engine.generate(PROMPTS)
+    assert (sound.ids, sound.external_hits) == (cold(PROMPTS), covered(300) + covered(330))
+    assert CHECKSUM_MISSES not in sound.counters
+    node.zero_pages()
+    engine.forget()
+    spoiled = engine.generate(PROMPTS)
+    assert spoiled.ids == cold(PROMPTS)
+    assert spoiled.counters[CHECKSUM_MISSES] > 0
+
+
 def test_zeroed_pages_of_another_host_are_a_miss(workplace: Workplace, cold: Cold) -> None:
     metadata = workplace.metadata()
     there, here = workplace.node(metadata), workplace.node(metadata)

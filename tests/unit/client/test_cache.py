@@ -65,6 +65,27 @@ def test_a_partial_read_delivers_a_prefix_and_says_why(client: Client, cache: Ca
     assert result.bytes_by_path == {"shm": 2 * LAYOUT.chunk_bytes}
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_bytes_that_change_in_place_are_noticed_where_the_client_verifies(verify: bool, layerwise: bool) -> None:
+    """A flip in memory that nobody wrote to; the fence cannot see it."""
+    with kvstore.open_local("2MiB", verify=verify) as client:
+        cache = client.bind(namespace())
+        keys, target = cache.keys(prompt(1, 64)), poisoned(cache, 4)
+        cache.write(keys, pages_of(keys))
+        host = client.host()
+        assert host is not None
+        offset = int(host.reader.find(keys, LAYOUT.whole).offsets[2, 0])
+        host.arena[offset] ^= 1
+        if layerwise:
+            with cache.read_layers(keys, target, mode="layerwise") as read:
+                result = read.result()
+        else:
+            result = cache.read(keys, target)
+    assert (result.chunks, result.reason) == ((2, MissReason.CHECKSUM) if verify else (4, None))
+    assert np.array_equal(target[:2], pages_of(keys)[:2])
+
+
 def test_a_deadline_that_has_passed_is_a_reason(cache: Cache) -> None:
     keys = cache.keys(prompt(1, 64))
     cache.write(keys, pages_of(keys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from kvstore.client import nodes as nodes_module
 from kvstore.errors import ConfigurationError, ForkedProcess, NotFound, Unreachable
 from kvstore.metadata.embedded import EmbeddedIndex
 from kvstore.model.values import MissReason
+from kvstore.node.daemon import NodeDaemon
 from tests.chaos.node_thread import NodeThread
 from tests.unit.client.pages import namespace, pages_of, poisoned, prompt
 
@@ -45,6 +47,21 @@ def test_a_node_is_named_by_its_address_or_its_socket(node: NodeThread) -> None:
         with connect(name) as client:
             assert client.node == node.info
             assert write(client.bind(namespace())) == 2
+
+
+def test_the_first_writer_after_a_start_finds_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the memory is prepared while the node serves; here it never is."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(NodeDaemon, "_populate", never)
+    node = NodeThread(tmp_path, node_id="fresh")
+    try:
+        with connect(node.info.socket_path) as client:
+            assert write(client.bind(namespace())) == 2
+    finally:
+        node.stop()
 
 
 def test_wrong_ways_to_connect_are_told_at_once(node: NodeThread, tmp_path: Path) -> None:

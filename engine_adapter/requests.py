@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine_adapter.plans import GroupChunks, KvGroup, LoadPlan, StepPlan, StepReport, StorePlan
@@ -133,6 +133,8 @@ class RequestBook:
         self._owners: dict[int, str] = {}
         """Request of each load and store plan that is not reported by all ranks."""
         self._reports: Counter[int] = Counter()
+        self._visible: dict[int, int] = {}
+        """Chunks of store plans that all ranks have, as far as they have reported."""
         self._unconfirmed: dict[int, tuple[frozenset[int], ...]] = {}
         """Blocks of loads that a step itself waits for, until it is known how they ended."""
         self._number = 0
@@ -221,8 +223,7 @@ class RequestBook:
             return
         self._lookup.forget(request_id)
         if more_tokens <= 0:
-            request.phase = Phase.RUNNING
-            return
+            return  # it runs when a step has it: until then another connector may be filling these blocks
         stop = request.local_tokens + more_tokens
         groups = tuple(
             self._to_load(group, keys, of_group, request.local_tokens, stop)
@@ -320,6 +321,8 @@ class RequestBook:
         stored: list[tuple[str, tuple[Keys, ...]]] = []
         for number, ranks in (report.stored + report.loaded).items():
             self._reports[number] += ranks
+        for number, chunks in report.stored_chunks.items():
+            self._visible[number] = min(chunks, self._visible.get(number, chunks))
         for number in report.failed:
             self._load_failed(number)
         for number in [number for number, ranks in self._reports.items() if ranks >= self._ranks]:
@@ -327,9 +330,9 @@ class RequestBook:
             request_id = self._owners.pop(number, "")
             self._saving.pop(number, None)
             self._unconfirmed.pop(number, None)
-            keys = self._keys.pop(number, ())
-            if report.stored_chunks.get(number):
-                stored.append((request_id, tuple(each.slice(0, report.stored_chunks[number]) for each in keys)))
+            keys, visible = self._keys.pop(number, ()), self._visible.pop(number, 0)
+            if visible:
+                stored.append((request_id, tuple(each.slice(0, visible) for each in keys)))
             request = self._requests.get(request_id)
             if request is not None:
                 request.stores.discard(number)
@@ -377,6 +380,14 @@ class RequestBook:
         return bool(request.stores), request.tickets
 
     # --- the rest ----------------------------------------------------------------------------------------
+
+    def forget_keys(self) -> None:
+        """The model computes something else from now on: no request so far has keys that name it, or is loaded."""
+        for request in self._requests.values():
+            if request.prompt.extras is not None:
+                self.counts["no_keys_reset"] += 1
+            request.prompt = replace(request.prompt, extras=None, no_keys="reset", incoming=())
+            request.keys = request.prompt_keys = request.tickets = ()
 
     def _next_number(self) -> int:
         self._number += 1

@@ -247,6 +247,7 @@ class SchedulerHalf:
         self._generation = secrets.token_bytes(16)
         if self._events is not None:
             self._events.clear()
+        self.book.forget_keys()
         logger.warning("the connector's cache was reset: this engine shares with no other one until it is restarted")
 
     def take_counts(self) -> dict[str, int]:

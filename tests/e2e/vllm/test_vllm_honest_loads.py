@@ -36,13 +36,14 @@ def test_zeroed_pages_of_the_own_host_are_a_miss_where_they_are_verified(workpla
     assert spoiled.counters[CHECKSUM_MISSES] > 0
 
 
-def test_zeroed_pages_of_another_host_are_a_miss(workplace: Workplace, cold: Cold) -> None:
+@pytest.mark.parametrize("load", ["sync", "layerwise", "async"])
+def test_zeroed_pages_of_another_host_are_a_miss(workplace: Workplace, cold: Cold, load: str) -> None:
     metadata = workplace.metadata()
     there, here = workplace.node(metadata), workplace.node(metadata)
     saving = workplace.engine(kv_transfer_config=connector(there))
     saving.generate(PROMPTS)
     saving.quit()
-    loading = workplace.engine(kv_transfer_config=connector(here))
+    loading = workplace.engine(kv_transfer_config=connector(here, load))
     sound = loading.generate(PROMPTS[:1])
     assert sound.external_hits == covered(300)
     assert CHECKSUM_MISSES not in sound.counters

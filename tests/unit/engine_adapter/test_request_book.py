@@ -19,6 +19,7 @@ from replayed_engine import (
 )
 
 import kvstore
+from engine_adapter.plans import StepReport
 from engine_adapter.requests import Rules
 from engine_adapter.transfers import How
 from kvstore.client import Client
@@ -347,8 +348,6 @@ def test_plans_travel_between_processes(pool: Client, engines: list[ReplayedEngi
 
 
 def test_b09_a_load_counts_when_all_ranks_have_reported(pool: Client, engines: list[ReplayedEngine]) -> None:
-    from engine_adapter.plans import StepReport
-
     engine = ReplayedEngine(pool)
     engines.append(engine)
     engine.book._ranks = 2
@@ -364,6 +363,64 @@ def test_b09_a_load_counts_when_all_ranks_have_reported(pool: Client, engines: l
     engine.book.reported(other)
     engine.book.check()
     assert not engine.book._ending
+
+
+def test_a07_requests_from_before_a_reset_are_neither_stored_nor_loaded_any_more(
+    pool: Client, engines: list[ReplayedEngine]
+) -> None:
+    """Their keys name what the weights of before gave; what they compute from now on is something else."""
+    engines += [ReplayedEngine(pool), ReplayedEngine(pool)]
+    engines[0].run("before", tokens(1, 16))
+    engine = engines[1]
+    engine.add("waits", tokens(1, 16))
+    running = engine.add("runs", tokens(2, 24))
+    engine.admit("runs")
+    engine.step("runs", compute=8)
+    engine.settle()
+    engine.book.forget_keys()
+    assert engine.admit("waits") is False, "what is in the pool under its keys is of the weights of before"
+    assert not engine.step("waits").stores
+    engine.preempt("runs")
+    assert engine.admit("runs") is False and running.computed == 0
+    assert not engine.step("runs").stores, "computed anew, with other weights"
+    for request_id in ("waits", "runs"):
+        assert not engine.finish(request_id)
+    assert engine.book.counts["no_keys_reset"] == 2
+    assert ReplayedEngineRuns(pool, engines).hits(tokens(2, 24)) == 8, "what was stored before is right under its keys"
+
+
+@pytest.mark.parametrize("aborted", [True, False], ids=["aborted", "ended"])
+def test_what_another_connector_is_still_loading_is_not_stored(
+    pool: Client, engines: list[ReplayedEngine], aborted: bool
+) -> None:
+    """Below a MultiConnector: vLLM counts the tokens as computed from the moment on at which the load begins."""
+    engine = ReplayedEngine(pool)
+    engines.append(engine)
+    running = engine.add("a", tokens(1, 16))
+    running.blocks = [[engine.free[0].pop(0) for _ in range(4)]]
+    assert engine.book.matched_tokens("a", 0) == (0, False)
+    engine.book.allocated("a", running.blocks, 0)  # another one was chosen to load
+    running.computed = 16
+    engine.execute(engine.book.step([]))
+    assert not engine.finish("a", aborted=aborted)
+    assert not engine.book.step([]).stores, "its blocks hold nothing yet"
+
+
+def test_b09_as_many_chunks_are_told_as_stored_as_the_least_of_all_ranks_has(
+    pool: Client, engines: list[ReplayedEngine]
+) -> None:
+    engine = ReplayedEngine(pool)
+    engines.append(engine)
+    engine.book._ranks = 2
+    engine.add("a", tokens(1, 16))
+    engine.admit("a")
+    number = engine.step("a").stores[0].number
+    assert engine.transfers.wait_idle(10.0)
+    first, second = StepReport(), engine.transfers.report()
+    first.stored[number], first.stored_chunks[number] = 1, 0  # dropped there, and told in an earlier step
+    assert engine.book.reported(first) == ([], [])
+    assert second.stored_chunks == {number: 2}
+    assert engine.book.reported(second) == ([], [("a", 0)])
 
 
 # --- handoffs ---

@@ -383,15 +383,16 @@ class Transfers:
             if known:
                 del self._stores[plan.number]
                 self._by_request[plan.request_id] -= 1
+                if not self._by_request[plan.request_id]:
+                    del self._by_request[plan.request_id]
             self._tell_sent()
             self._lock.notify_all()
 
     def _tell_sent(self) -> None:
         """Under the lock: requests that have ended and whose stores have all ended."""
-        for request_id in [name for name in self._ending if self._by_request[name] <= 0]:
-            self._ending.discard(request_id)
-            del self._by_request[request_id]
-            self._sent.add(request_id)
+        ended = [name for name in self._ending if name not in self._by_request]
+        self._ending.difference_update(ended)
+        self._sent.update(ended)
 
     def _count(self, name: str, count: int = 1) -> None:
         if count:

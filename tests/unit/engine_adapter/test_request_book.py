@@ -423,6 +423,26 @@ def test_b09_as_many_chunks_are_told_as_stored_as_the_least_of_all_ranks_has(
     assert engine.book.reported(second) == ([], [("a", 0)])
 
 
+def test_nothing_is_kept_of_requests_that_have_ended(pool: Client, engines: list[ReplayedEngine]) -> None:
+    """Also of one whose stores had ended before it did, and of one that was aborted while it waited."""
+    engine = ReplayedEngine(pool)
+    engines.append(engine)
+    for number in range(3):
+        engine.add(f"a{number}", tokens(number, 16))
+        engine.admit(f"a{number}")
+        engine.step(f"a{number}")
+        engine.settle()
+        assert not engine.finish(f"a{number}"), "its stores were reported: nobody waits for it"
+    engine.add("b", tokens(9, 16))
+    engine.admit("b")
+    engine.finish("b", aborted=True)
+    engine.run("c", tokens(10, 16))
+    engine.settle()
+    kept = [engine.transfers._by_request, engine.transfers._ending, engine.transfers._stores]
+    kept += [engine.book._owners, engine.book._saving, engine.book._reports, engine.book._visible, engine.book._ending]
+    assert not any(kept), kept
+
+
 # --- handoffs ---
 
 

@@ -409,13 +409,14 @@ def test_what_another_connector_is_still_loading_is_not_stored(
 def test_b09_as_many_chunks_are_told_as_stored_as_the_least_of_all_ranks_has(
     pool: Client, engines: list[ReplayedEngine]
 ) -> None:
-    engine = ReplayedEngine(pool)
+    held = Held()
+    engine = ReplayedEngine(pool, savers=held)
     engines.append(engine)
     engine.book._ranks = 2
     engine.add("a", tokens(1, 16))
     engine.admit("a")
     number = engine.step("a").stores[0].number
-    assert engine.transfers.wait_idle(10.0)
+    held.go()
     first, second = StepReport(), engine.transfers.report()
     first.stored[number], first.stored_chunks[number] = 1, 0  # dropped there, and told in an earlier step
     assert engine.book.reported(first) == ([], [])

@@ -25,11 +25,14 @@ from engine_adapter.plans import GroupChunks, KvGroup, LoadPlan, StepPlan, StepR
 from engine_adapter.session import PoolSession, guarded
 from kvstore.client import LayersReady, ReadResult, TransferMode
 from kvstore.model.layout import Rectangle
+from kvstore.model.values import MissReason
 
 STORES_LIMIT = 256
 """Store plans that wait; a later one is dropped: an engine must not keep blocks for a pool that is too slow."""
 LOADS_AT_ONCE = 4
 STORES_AT_ONCE = 2
+_TOO_LATE = ReadResult(0, 0, 0, 0, MissReason.DEADLINE)
+"""Of a load that had not begun at its deadline."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class _LayerLoad:
     """A load that the step waits for layer by layer. `ready`: the rank's layers before it are there, or never come."""
 
     plan: LoadPlan
+    end_s: float
     future: Future[None]
     ready: int = 0
 
@@ -140,28 +144,32 @@ class Transfers:
                     chunks.close()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Begin the step's loads. What the step itself needs is there when this returns, or comes layer by layer."""
+        """Begin the step's loads. What the step itself needs is there when this returns, or comes layer by layer.
+
+        All of them end within one deadline: those that wait for others behind a pool that holds still, too.
+        """
         with self._lock:
             self._loading += len(plan.loads)
+        end_s = time.monotonic() + self._how.load_deadline_s
         for load in plan.loads:
             if load.is_async:
-                self._loaders.submit(self._load, load)
+                self._loaders.submit(self._load, load, end_s)
             elif self._how.layerwise and len(self._groups) == 1:
                 with self._lock:
-                    self._layer_loads.append(entry := _LayerLoad(load, Future()))
+                    self._layer_loads.append(entry := _LayerLoad(load, end_s, Future()))
                 self._loaders.submit(self._load_layers, entry)
             else:
-                self._load(load)
+                self._load(load, end_s)
 
     def wait_layer(self, name: str) -> None:
         """The layer of all loads that go layer by layer is there; or it never comes, which the load says at its end."""
         if not self._layer_loads:
             return
         _, place = self._layers.get(name, (0, len(self._layers)))
-        end_s = time.monotonic() + self._how.load_deadline_s + 2.0
         with self._lock:
             self._lock.wait_for(
-                lambda: all(load.ready > place for load in self._layer_loads), timeout=end_s - time.monotonic()
+                lambda: all(load.ready > place for load in self._layer_loads),
+                timeout=self._how.load_deadline_s + 2.0,
             )
 
     def save_layer(self, plan: StepPlan, name: str) -> None:
@@ -237,19 +245,20 @@ class Transfers:
 
     # --- loads -------------------------------------------------------------------------------------------
 
-    def _load(self, plan: LoadPlan) -> None:
+    def _load(self, plan: LoadPlan, end_s: float) -> None:
         """Read all groups; the engine hears of it once, and of the blocks that stayed empty."""
-        self._loaded(plan, guarded(self._errors, "load", lambda: self._read(plan), None))
+        self._loaded(plan, guarded(self._errors, "load", lambda: self._read(plan, end_s), None))
 
-    def _read(self, plan: LoadPlan) -> set[int]:
+    def _read(self, plan: LoadPlan, end_s: float) -> set[int]:
         """Blocks of all groups that stayed empty."""
         bad: set[int] = set()
         for number, each in enumerate(self._groups):
             wanted = plan.groups[number]
             ticket = plan.tickets[number] if plan.tickets else None
             if len(wanted.keys):
-                into, deadline_s = each.chunks(wanted), self._how.load_deadline_s
-                result = each.session.read(wanted.keys, into, deadline_s=deadline_s, ticket=ticket, rectangle=each.held)
+                into, left_s, result = each.chunks(wanted), end_s - time.monotonic(), _TOO_LATE
+                if left_s > 0:
+                    result = each.session.read(wanted.keys, into, deadline_s=left_s, ticket=ticket, rectangle=each.held)
                 bad |= self._missing(each, wanted, result)
         return bad
 
@@ -264,7 +273,9 @@ class Transfers:
             load.future.set_result(None)
 
     def _read_layers(self, load: _LayerLoad) -> set[int]:
-        each, wanted = self._groups[0], load.plan.groups[0]
+        each, wanted, left_s = self._groups[0], load.plan.groups[0], load.end_s - time.monotonic()
+        if left_s <= 0:
+            return self._missing(each, wanted, _TOO_LATE)
 
         def on_layers(ready: LayersReady) -> None:
             with self._lock:
@@ -275,7 +286,7 @@ class Transfers:
             wanted.keys,
             each.chunks(wanted),
             on_layers,
-            deadline_s=self._how.load_deadline_s,
+            deadline_s=left_s,
             mode=TransferMode.LAYERWISE,
             rectangle=each.held,
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from replayed_engine import (
@@ -21,10 +23,12 @@ from replayed_engine import (
 import kvstore
 from engine_adapter.plans import StepReport
 from engine_adapter.requests import Rules
-from engine_adapter.transfers import How
-from kvstore.client import Client
+from engine_adapter.session import PoolSession
+from engine_adapter.transfers import LOADS_AT_ONCE, How
+from kvstore.client import Client, ReadResult
 from kvstore.model.prefix import Extra, ExtraKind, Keys
 from kvstore.model.ticket import Ticket, TicketRank
+from kvstore.model.values import MissReason
 
 SYNC = Rules(is_async=False)
 
@@ -66,6 +70,9 @@ class Held(Executor):
         future: Future[Any] = Future()
         self._calls.append((future, lambda: call(*args, **kwargs)))
         return future
+
+    def shutdown(self, *_: Any, **__: Any) -> None:
+        """Nothing to end."""
 
     def go(self) -> None:
         for future, call in self._calls:
@@ -422,6 +429,40 @@ def test_b09_as_many_chunks_are_told_as_stored_as_the_least_of_all_ranks_has(
     assert engine.book.reported(first) == ([], [])
     assert second.stored_chunks == {number: 2}
     assert engine.book.reported(second) == ([], [("a", 0)])
+
+
+@pytest.mark.parametrize(("rules", "how"), [(Rules(), How()), (SYNC, How()), (SYNC, How(layerwise=True))], ids=str)
+def test_b01_all_loads_of_a_step_end_within_one_deadline(
+    pool: Client, engines: list[ReplayedEngine], rules: Rules, how: How, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that holds still costs requests, and a step that waits for it, one deadline and not one a load."""
+    engines += [ReplayedEngine(pool), ReplayedEngine(pool, rules=rules, how=how)]
+    waiting = [f"a{number}" for number in range(2 * LOADS_AT_ONCE)]
+    for number, request_id in enumerate(waiting):
+        engines[0].run(request_id, tokens(number, 9))
+    engine, now_s, lock = engines[1], [1000.0], threading.Lock()
+
+    def stopped(_: object, keys: Keys, *__: object, deadline_s: float, **___: object) -> ReadResult:
+        with lock:
+            now_s[0] += deadline_s
+        return ReadResult(0, 0, 0, 0, MissReason.DEADLINE)
+
+    for name in ("read", "load_layers"):
+        monkeypatch.setattr(PoolSession, name, stopped)
+    monkeypatch.setattr("engine_adapter.transfers.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(engine.transfers, "_loaders", Held() if rules.is_async else engine.transfers._loaders)
+    for number, request_id in enumerate(waiting):
+        engine.add(request_id, tokens(number, 9))
+        engine.admit(request_id)
+    plan = engine.book.step([])
+    assert len(plan.loads) == len(waiting)
+    engine.execute(plan)
+    if rules.is_async:
+        cast(Held, engine.transfers._loaders).go()
+        engine.execute(engine.book.step([]))
+    assert engine.last.failed == set(waiting)
+    assert now_s[0] - 1000.0 <= LOADS_AT_ONCE * how.load_deadline_s
+    assert engine.transfers.take_counts()["load_misses_deadline"] == len(waiting)
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(pool: Client, engines: list[ReplayedEngine]) -> None:

@@ -279,7 +279,8 @@ class Transfers:
 
         def on_layers(ready: LayersReady) -> None:
             with self._lock:
-                load.ready = ready.layer_stop - each.held.layer_start
+                # The last one only with the load's end: whether the load was whole is asked right behind that layer.
+                load.ready = min(ready.layer_stop - each.held.layer_start, len(self._layers) - 1)
                 self._lock.notify_all()
 
         result = each.session.load_layers(

@@ -13,6 +13,7 @@ import pytest
 from replayed_engine import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    LAYERS,
     LAYOUT,
     POISON,
     ReplayedEngine,
@@ -463,6 +464,30 @@ def test_b01_all_loads_of_a_step_end_within_one_deadline(
     assert engine.last.failed == set(waiting)
     assert now_s[0] - 1000.0 <= LOADS_AT_ONCE * how.load_deadline_s
     assert engine.transfers.take_counts()["load_misses_deadline"] == len(waiting)
+
+
+def test_the_last_layer_is_there_when_it_is_known_that_the_load_was_whole(
+    pool: Client, engines: list[ReplayedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a draft model vLLM asks for bad blocks after the last layer and before it says that the step has ended."""
+    engines += [ReplayedEngine(pool), ReplayedEngine(pool, rules=SYNC, how=How(layerwise=True))]
+    engines[0].run("a", tokens(1, 25))
+    engine, seen = engines[1], []
+
+    def breaks_at_its_end(_: object, keys: Keys, *calls: Any, **__: object) -> ReadResult:
+        for layer_stop in range(1, LAYERS + 1):
+            calls[1](SimpleNamespace(layer_stop=layer_stop))
+            seen.append([load.ready for load in engine.transfers._layer_loads])
+        return ReadResult(0, 0, 0, 0, MissReason.CHECKSUM)
+
+    monkeypatch.setattr(PoolSession, "load_layers", breaks_at_its_end)
+    engine.add("a", tokens(1, 25))
+    engine.admit("a")
+    engine.transfers.start_loads(engine.book.step([]))
+    for layer in range(LAYERS):
+        engine.transfers.wait_layer(f"layer.{layer}")
+    assert engine.transfers.ended().failed == {"a"}
+    assert seen == [[1], [2], [LAYERS - 1]]
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(pool: Client, engines: list[ReplayedEngine]) -> None:

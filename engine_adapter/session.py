@@ -93,6 +93,8 @@ class PoolSession:
         binding: Binding = Binding(),
     ) -> None:
         self.errors: Counter[str] = Counter()
+        """All so far: their number decides what is logged."""
+        self._told: dict[str, int] = {}
         self._namespace = namespace
         self._open_client = open_client
         self._binding = binding
@@ -261,6 +263,12 @@ class PoolSession:
         if client is not None:
             figures = guarded(self.errors, "stats", lambda: dict(client.stats()), figures)
         return {"pool": figures, "errors": dict(self.errors)}
+
+    def take_errors(self) -> dict[str, int]:
+        """Errors since the last call, as figures: `errors_OPERATION_KIND`. For one thread."""
+        told, self._told = self._told, dict(self.errors)
+        new = {name: count - told.get(name, 0) for name, count in self._told.items()}
+        return {f"errors_{name.replace(':', '_')}": count for name, count in new.items() if count}
 
     def close(self) -> None:
         """End the session. Idempotent."""

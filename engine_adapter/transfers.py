@@ -228,9 +228,7 @@ class Transfers:
         with self._lock:
             counts, self._counts = self._counts, Counter()
         for each in self._groups:
-            while each.session.errors:
-                name, count = each.session.errors.popitem()
-                counts[f"errors_{name.replace(':', '_')}"] += count
+            counts.update(each.session.take_errors())
         return dict(counts)
 
     def close(self) -> None:

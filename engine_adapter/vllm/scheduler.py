@@ -257,9 +257,7 @@ class SchedulerHalf:
             taken.update(counts)
             counts.clear()
         for session in self._sessions:
-            while session.errors:
-                name, count = session.errors.popitem()
-                taken[f"errors_{name.replace(':', '_')}"] += count
+            taken.update(session.take_errors())
         return dict(taken)
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from replayed_engine import (
 import kvstore
 from engine_adapter.plans import StepReport
 from engine_adapter.requests import Rules
-from engine_adapter.session import PoolSession
+from engine_adapter.session import PoolSession, guarded
 from engine_adapter.transfers import LOADS_AT_ONCE, How
 from kvstore.client import Client, ReadResult
 from kvstore.model.prefix import Extra, ExtraKind, Keys
@@ -488,6 +490,25 @@ def test_the_last_layer_is_there_when_it_is_known_that_the_load_was_whole(
         engine.transfers.wait_layer(f"layer.{layer}")
     assert engine.transfers.ended().failed == {"a"}
     assert seen == [[1], [2], [LAYERS - 1]]
+
+
+def test_a_pool_that_is_down_is_counted_each_time_and_logged_ever_more_rarely(
+    pool: Client, engines: list[ReplayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine takes the counts after each step."""
+    engine = ReplayedEngine(pool)
+    engines.append(engine)
+
+    def down() -> None:
+        raise OSError("the pool is down")
+
+    told = Counter[str]()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(64):
+            guarded(engine.sessions[0].errors, "look", down, None)
+            told.update(engine.transfers.take_counts())
+    assert told == {"errors_look_OSError": 64}
+    assert len(caplog.records) == 7, "the 1st, 2nd, 4th … 64th"
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(pool: Client, engines: list[ReplayedEngine]) -> None:

@@ -3,7 +3,7 @@
     chunk of 4 pages      blocks of the plan       in the pool's chunk
     a whole chunk         7   3   9   4            all four pages
     a prompt's end        8   2                    two pages; the others are written as zero and read by nobody
-    begun elsewhere       -   -   5   6            only the last two are touched
+    begun elsewhere       -   -   5   6            only the last two are loaded; it is never stored
 
 A chunk that is there whole goes through one copier for all such chunks; a part has one of its own. `close` ends all
 copying: when it returns, no block is read or written any more, whatever thread was at it.
@@ -90,10 +90,11 @@ class EngineChunks:
             endpoint.scatter(place, piece[:, start:stop], layer_start, head_start)
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
-        """See Source. Pages without a block become zero."""
+        """See Source. Pages behind the end of the prompt become zero; InvalidRequest where pages before it are not here."""
         with self._lock:
             endpoint, place, start, stop = self._at(index)
-            slot[:, :start] = 0
+            if start:
+                raise InvalidRequest(f"chunk {index} begins with pages that the engine no longer has")
             slot[:, stop:] = 0
             endpoint.gather(place, slot[:, start:stop], layer_start, head_start)
 

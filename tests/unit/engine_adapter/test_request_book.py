@@ -24,7 +24,7 @@ from replayed_engine import (
 )
 
 import kvstore
-from engine_adapter.plans import StepReport
+from engine_adapter.plans import GroupChunks, StepPlan, StepReport, StorePlan
 from engine_adapter.requests import Rules
 from engine_adapter.session import PoolSession, guarded
 from engine_adapter.transfers import LOADS_AT_ONCE, How
@@ -509,6 +509,31 @@ def test_a_pool_that_is_down_is_counted_each_time_and_logged_ever_more_rarely(
             told.update(engine.transfers.take_counts())
     assert told == {"errors_look_OSError": 64}
     assert len(caplog.records) == 7, "the 1st, 2nd, 4th … 64th"
+
+
+def test_a_chunk_whose_beginning_the_engine_no_longer_has_is_never_stored(
+    pool: Client, engines: list[ReplayedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its window went on. The pool had that chunk when the store looked, and loses it before the store reserves."""
+    groups = [group("sliding:8", window_tokens=8)]
+    engine = ReplayedEngine(pool, groups=groups)
+    engines.append(engine)
+    engine.run("a", tokens(1, 16))
+    cache = pool.bind(groups[0].namespace)
+    keys = cache.keys(tokens(1, 24))
+    look = PoolSession.present_here
+
+    def lost_behind_the_look(session: PoolSession, *arguments: Any) -> int | None:
+        found = look(session, *arguments)
+        cache.remove(keys)
+        return found
+
+    monkeypatch.setattr(PoolSession, "present_here", lost_behind_the_look)
+    chunks = GroupChunks(keys, (None, 1, 2, 3, 4, 5))
+    engine.transfers.after_step(StepPlan(stores=(StorePlan(99, "b", (chunks,), 2),)))
+    assert engine.transfers.wait_idle(10.0)
+    assert engine.transfers.report().stored_chunks == {99: 0}
+    assert cache.present_here(keys) == 0
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(pool: Client, engines: list[ReplayedEngine]) -> None:

@@ -98,25 +98,32 @@ def _samples(path: Path) -> Iterator[bytes]:
 
 
 class LoraDigests:
-    """Digests of adapters' contents by folder, computed in a thread: whoever asks never waits.
+    """Digests of adapters' contents by number and folder, computed in a thread: whoever asks never waits.
 
-    A folder whose files changed (size, time of change) is another adapter.
+    An engine loads an adapter once under a number. If its files change (size, time of change) without that, the engine
+    may have the old ones or the new ones, and the number has no digest any more.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-lora")
-        self._known: dict[str, tuple[object, Future[str]]] = {}
+        self._known: dict[tuple[int, str], tuple[object, Future[str]]] = {}
 
-    def ask(self, folder: str) -> bytes | None:
-        """The digest, None while it is being computed. Raises ConfigurationError where the adapter cannot be read."""
-        path = Path(folder)
+    def ask(self, number: int, folder: str, *, reloaded: bool = False) -> bytes | None:
+        """The digest, None while it is being computed. `reloaded`: the engine loads changed files anew by itself.
+
+        Raises ConfigurationError where the adapter cannot be read, or has changed.
+        """
+        path, name = Path(folder), (number, folder)
         try:
             stamp = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in _stats(path))
         except OSError as exc:
             raise ConfigurationError(f"the adapter {folder} cannot be read: {exc}") from exc
-        known = self._known.get(folder)
-        if known is None or known[0] != stamp:
-            known = self._known[folder] = stamp, self._threads.submit(weights_digest, path)
+        known = self._known.get(name)
+        if known is None or (reloaded and known[0] != stamp):
+            known = self._known[name] = stamp, self._threads.submit(weights_digest, path)
+        if known[0] != stamp:
+            self._known[name] = None, known[1]  # for good: going back to the old files says nothing either
+            raise ConfigurationError(f"the adapter {folder} has changed since it was loaded; load it under a new name")
         return bytes.fromhex(known[1].result()) if known[1].done() else None
 
     def close(self) -> None:

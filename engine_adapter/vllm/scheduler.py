@@ -22,12 +22,13 @@ from engine_adapter.told import ToldChunks
 from engine_adapter.vllm.events import PoolEvents
 from engine_adapter.vllm.options import Mode, Options
 from engine_adapter.vllm.pool import open_pool
-from kvstore.errors import ConfigurationError, InvalidRequest
+from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Extra, ExtraKind, KeyChain, Keys
 from kvstore.model.ticket import Ticket, TicketRank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -101,14 +102,10 @@ class SchedulerHalf:
         lora = b""
         no_keys = _why_no_keys(request)
         if request.lora_request is not None and not no_keys:
-            try:
-                digest = self._lora.ask(request.lora_request.lora_path)
-            except ConfigurationError as exc:
-                logger.warning("%s", exc)
-                digest, no_keys = b"", "lora"
+            digest = self._digest_of(request.lora_request)
             if digest is None:
                 return False
-            lora = digest
+            lora, no_keys = digest, "" if digest else "lora"
         del self._waiting[request.request_id]
         params = request.kv_transfer_params or {}
         incoming = self._tickets_of(params)
@@ -126,6 +123,15 @@ class SchedulerHalf:
             )
         )
         return True
+
+    def _digest_of(self, adapter: LoRARequest) -> bytes | None:
+        """None while it is not known, empty where there is none."""
+
+        def call() -> bytes | None:
+            return self._lora.ask(adapter.lora_int_id, adapter.lora_path, reloaded=adapter.load_inplace)
+
+        none: bytes | None = b""
+        return guarded(self._sessions[0].errors, "adapter", call, none)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens to load behind the local ones, asynchronously); None = ask again. An error is a miss."""

@@ -77,17 +77,35 @@ def test_a_broken_file_asks_for_a_revision(tmp_path: Path, monkeypatch: pytest.M
         weights_digest(tmp_path)
 
 
-def test_a03_an_adapter_with_new_contents_is_another_one(tmp_path: Path) -> None:
-    write(tmp_path / "lora", 1, name="adapter_model.safetensors")
-    digests = LoraDigests()
+def known(digests: LoraDigests, number: int, folder: Path, *, reloaded: bool = False) -> bytes:
+    """The digest, once it is there."""
+    while (digest := digests.ask(number, str(folder), reloaded=reloaded)) is None:
+        digests._known[number, str(folder)][1].result(10)
+    return digest
 
-    def known() -> bytes:
-        while (digest := digests.ask(str(tmp_path / "lora"))) is None:
-            digests._known[str(tmp_path / "lora")][1].result(10)
-        return digest
 
-    first = known()
-    assert first == known() and len(first) == 16
-    write(tmp_path / "lora", 2, size=50_001, name="adapter_model.safetensors")
-    assert known() != first
+@pytest.mark.parametrize("how", ["under a new number", "in place"])
+def test_a03_an_adapter_that_was_loaded_anew_is_another_one(tmp_path: Path, how: str) -> None:
+    lora, digests = tmp_path / "lora", LoraDigests()
+    write(lora, 1, name="adapter_model.safetensors")
+    first = known(digests, 1, lora)
+    assert first == known(digests, 1, lora) and len(first) == 16
+    write(lora, 2, size=50_001, name="adapter_model.safetensors")
+    if how == "in place":
+        assert known(digests, 1, lora, reloaded=True) != first
+        assert known(digests, 1, lora) != first, "and from then on"
+    else:
+        assert known(digests, 2, lora) != first
+    digests.close()
+
+
+def test_a03_an_adapter_whose_files_change_under_the_engine_has_no_name(tmp_path: Path) -> None:
+    """The engine goes on with what it loaded, or loads it anew when it needs the room: nobody knows which."""
+    lora, digests = tmp_path / "lora", LoraDigests()
+    write(lora, 1, name="adapter_model.safetensors")
+    known(digests, 1, lora)
+    write(lora, 2, size=50_001, name="adapter_model.safetensors")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"changed since .* new name"):
+            digests.ask(1, str(lora))
     digests.close()

@@ -90,7 +90,7 @@ class EngineChunks:
             endpoint.scatter(place, piece[:, start:stop], layer_start, head_start)
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
-        """See Source. Pages behind the prompt become zero; InvalidRequest where the chunk begins with pages not here."""
+        """See Source. Pages behind the prompt become zero; InvalidRequest where pages before the first one lack."""
         with self._lock:
             endpoint, place, start, stop = self._at(index)
             if start:

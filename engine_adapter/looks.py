@@ -24,14 +24,17 @@ REOPEN_EVERY_S = 1.0
 LOOKS_AT_ONCE = 4
 WAITING_LIMIT = 1024
 """Look-ups under way; a prompt behind them gets what its own node has."""
+ANSWER_KEPT_S = 1.0
+"""So long an answer is given again to a request that the engine had no room for."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A look-up of other nodes under way."""
+    """A look-up of other nodes, under way or answered. `late`: it was not answered in time."""
 
     future: Future[int]
     until_s: float
+    late: bool = False
 
 
 class Looks:
@@ -65,22 +68,31 @@ class Looks:
         if here == len(groups[0]) or not self._others:
             self.forget(request_id)
             return here
-        asked = self._asked.get(request_id)
+        asked, now_s = self._asked.get(request_id), self._clock()
+        if asked is not None and now_s >= asked.until_s + ANSWER_KEPT_S:
+            self.forget(request_id)
+            asked = None
         if asked is None:
-            if len(self._asked) >= WAITING_LIMIT:
+            if len(self._asked) >= WAITING_LIMIT and not self._make_room(now_s):
                 self.counts["looks_too_many"] += 1
                 return here
-            until_s = self._clock() + self._wait_s
+            until_s = now_s + self._wait_s
             asked = self._asked[request_id] = _Asked(self._threads.submit(self._anywhere, groups), until_s)
         if asked.future.done():
-            self.forget(request_id)
             return max(here, asked.future.result())
-        if self._clock() >= asked.until_s:
-            self.counts["looks_too_late"] += 1
-            self.forget(request_id)
+        if now_s >= asked.until_s:
+            self.counts["looks_too_late"] += not asked.late
+            asked.late = True
             return here
         self.counts["looks_asked_again"] += 1
         return None
+
+    def _make_room(self, now_s: float) -> bool:
+        """Forget questions that nobody has come back for; True if there were any."""
+        gone = [name for name, asked in self._asked.items() if now_s >= asked.until_s]
+        for name in gone:
+            self.forget(name)
+        return bool(gone)
 
     def forget(self, request_id: str) -> None:
         """The request has its answer, or needs none."""

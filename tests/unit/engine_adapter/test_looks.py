@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from replayed_engine import LAYOUT, group, tokens
 
-from engine_adapter.looks import Looks
+from engine_adapter.looks import ANSWER_KEPT_S, Looks
 from kvstore.model.prefix import KeyChain, Keys
 
 
@@ -90,6 +90,39 @@ def test_b10_an_answer_that_does_not_come_is_a_miss_after_a_bound(threads: Held)
     clock[0] = 0.2
     assert asked.ask("a", KEYS) == 1
     assert asked.counts["looks_too_late"] == 1
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "too late"])
+def test_b10_who_had_an_answer_and_found_no_room_has_it_in_the_next_step_too(threads: Held, answered: bool) -> None:
+    """Else each second step would pass it over, and give the room that came free to smaller ones behind it."""
+    asked = looks(Session(1, 4), threads, others=True)
+    assert asked.ask("a", KEYS) is None
+    if answered:
+        threads.go()
+    clock[0] = 0.2
+    for _ in range(3):
+        assert asked.ask("a", KEYS) == (4 if answered else 1)
+    assert len(threads.calls) == (0 if answered else 1), "nobody is asked again"
+    assert asked.counts["looks_too_late"] == (0 if answered else 1)
+    clock[0] = 0.2 + ANSWER_KEPT_S
+    assert asked.ask("a", KEYS) is None, "old answers are not believed"
+    asked.forget("a")
+    assert asked.ask("a", KEYS) is None
+
+
+def test_questions_that_nobody_comes_back_for_make_room_for_others(
+    threads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's own tier is not told of requests that end while their rows are asked for."""
+    monkeypatch.setattr("engine_adapter.looks.WAITING_LIMIT", 3)
+    asked = looks(Session(1, 4), threads, others=True)
+    for number in range(3):
+        assert asked.ask(f"gone-{number}", KEYS) is None
+    assert asked.ask("a", KEYS) == 1
+    assert asked.counts["looks_too_many"] == 1
+    clock[0] = 0.2
+    assert asked.ask("a", KEYS) is None
+    assert len(asked._asked) == 1
 
 
 def test_a_forgotten_question_is_not_asked(threads: Held) -> None:

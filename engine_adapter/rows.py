@@ -88,7 +88,8 @@ class RowPool:
         self._idle = threading.Condition()
         self._under_way = 0
         self._ends: deque[JobEnd] = deque()
-        self._lost: set[bytes] = set()
+        self._lost: dict[bytes, None] = {}
+        """Oldest first."""
 
     def keys(self, name: bytes) -> Keys:
         """The row's key."""
@@ -109,7 +110,9 @@ class RowPool:
 
     def store(self, job: int, names: Sequence[bytes], places: Sequence[int]) -> None:
         """Store these rows; the engine leaves them as they are until the job has ended."""
-        self._lost.difference_update(names)
+        with self._idle:
+            for name in names:
+                self._lost.pop(name, None)
         self._begin(job, names, places, self._store_row)
 
     def load(self, job: int, names: Sequence[bytes], places: Sequence[int]) -> None:
@@ -119,13 +122,14 @@ class RowPool:
     def _begin(self, job: int, names: Sequence[bytes], places: Sequence[int], move: Move) -> None:
         with self._idle:
             self._under_way += 1
-        self._threads.submit(self._run, job, tuple(names), tuple(places), move)
+        # What a job waits for others counts: behind a pool that holds still all of them end within one deadline.
+        self._threads.submit(self._run, job, tuple(names), tuple(places), move, time.monotonic() + self._deadline_s)
 
-    def _run(self, job: int, names: tuple[bytes, ...], places: tuple[int, ...], move: Move) -> None:
+    def _run(self, job: int, names: tuple[bytes, ...], places: tuple[int, ...], move: Move, end_s: float) -> None:
         start_s, done = time.monotonic(), []
         try:
             for name, place in zip(names, places, strict=True):
-                left_s = start_s + self._deadline_s - time.monotonic()
+                left_s = end_s - time.monotonic()
                 if left_s > 0 and move(name, place, left_s):
                     done.append(name)
         finally:
@@ -153,8 +157,10 @@ class RowPool:
             self.counts["load_rows"] += 1
             return True
         self.counts[f"load_misses_{result.reason}"] += 1
-        if len(self._lost) < LOST_LIMIT:
-            self._lost.add(name)
+        with self._idle:
+            self._lost[name] = None
+            if len(self._lost) > LOST_LIMIT:
+                del self._lost[next(iter(self._lost))]
         return False
 
     def ended(self) -> list[JobEnd]:

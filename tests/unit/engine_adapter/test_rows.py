@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ import kvstore
 from engine_adapter.looks import Looks
 from engine_adapter.rows import RowPool, Rows, row_layout
 from engine_adapter.session import PoolSession
-from kvstore.client import Client
+from kvstore.client import Client, ReadResult
 from kvstore.errors import LayoutMismatch
 from kvstore.model.namespace import Namespace
+from kvstore.model.prefix import Keys
+from kvstore.model.values import MissReason
 
 ROW_BYTES, ROW_TOKENS = 16 * 96, 16
 NAMES = [bytes([number]) * 36 for number in range(6)]
@@ -89,6 +94,42 @@ def test_b10_a_row_that_does_not_come_is_not_found_again(client: Client, monkeyp
     rows.store(3, NAMES[1:2], [1])
     rows.wait_idle()
     assert rows.find(NAMES[1]) is True
+    rows.close()
+
+
+def test_b10_of_many_rows_that_did_not_come_the_last_ones_are_known(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told again and again that there is a row that never comes asks for ever."""
+    monkeypatch.setattr("engine_adapter.rows.LOST_LIMIT", 2)
+    rows = pool(client, filled(1))
+    rows.load(1, NAMES[:4], [0, 1, 2, 3])
+    rows.wait_idle()
+    monkeypatch.setattr(rows._looks, "ask", lambda *_: 1)
+    assert [rows.find(name) for name in NAMES[:4]] == [True, True, False, False]
+    rows.close()
+
+
+def test_b01_jobs_behind_a_pool_that_holds_still_end_within_one_deadline(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, now_s, lock = pool(client, filled(1)), [1000.0], threading.Lock()
+
+    def stopped(_: object, keys: Keys, *__: object, deadline_s: float) -> ReadResult:
+        with lock:
+            now_s[0] += deadline_s
+        return ReadResult(0, 0, 0, 0, MissReason.DEADLINE)
+
+    monkeypatch.setattr(PoolSession, "read", stopped)
+    monkeypatch.setattr("engine_adapter.rows.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(rows, "_threads", one_by_one := ThreadPoolExecutor(1))
+    with lock:  # all jobs wait when the first one goes
+        for job in range(5):
+            rows.load(job, NAMES[:2], [0, 1])
+    rows.wait_idle()
+    assert now_s[0] == 1005.0
+    assert [(end.job, end.done, end.whole) for end in rows.ended()] == [(job, (), False) for job in range(5)]
+    one_by_one.shutdown()
     rows.close()
 
 

@@ -89,13 +89,16 @@ class Options:
 
     @property
     def secret(self) -> bytes:
-        """The tenant's secret. ConfigurationError if its file cannot be read."""
+        """The tenant's secret. ConfigurationError if its file cannot be read or is empty."""
         if not self.secret_file:
             return b""
         try:
-            return Path(self.secret_file).read_bytes().strip()
+            secret = Path(self.secret_file).read_bytes().strip()
         except OSError as exc:
             raise ConfigurationError(f"secret_file {self.secret_file} cannot be read: {exc}") from exc
+        if not secret:
+            raise ConfigurationError(f"secret_file {self.secret_file} is empty: it would keep nobody out")
+        return secret
 
 
 def _checked(name: str, value: Any, kind: type) -> Any:

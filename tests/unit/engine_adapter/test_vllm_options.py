@@ -41,6 +41,9 @@ def test_a_secret_is_read_from_its_file(tmp_path: Path) -> None:
     assert Options(secret_file=str(file)).secret == b"tenant a"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         _ = Options(secret_file=str(tmp_path / "none")).secret
+    file.write_bytes(b"\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        _ = Options(secret_file=str(file)).secret
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3+gabc"])

@@ -39,6 +39,7 @@ from engine_adapter.movers import Blocks
 from engine_adapter.plans import KvGroup
 from engine_adapter.views import HeadPages
 from engine_adapter.vllm.options import Options
+from engine_adapter.vllm.support import changes_of, check_supported
 from kvstore.errors import ConfigurationError, LayoutMismatch
 from kvstore.model.layout import Attention, Dtype, PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
@@ -51,10 +52,10 @@ _PLAIN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 def revision_of(config: VllmConfig, options: Options) -> tuple[str, str]:
     """(model, revision) of the namespace: what the user says, or architecture and digest of the weights."""
     model = config.model_config
-    also = [str(model.dtype), str(model.quantization), str(config.load_config.load_format)]
     name = options.model or (model.architectures or ["unknown"])[0]
     if options.revision:
         return name, options.revision
+    also = [str(model.dtype), str(model.quantization), str(config.load_config.load_format), *changes_of(model)]
     if config.load_config.load_format == "dummy":
         return name, blake2b(repr((also, model.seed, model.hf_config)).encode(), digest_size=16).hexdigest()
     return name, weights_digest(weights_folder(model.model, model.revision), also)
@@ -76,6 +77,7 @@ def kv_groups(
     config: VllmConfig, kv_cache: KVCacheConfig, options: Options
 ) -> tuple[tuple[KvGroup, ...], tuple[Cut, ...]]:
     """The model's KV cache groups and how this engine's ranks share them. ConfigurationError for what is not known."""
+    check_supported(config, options.load)
     parallel = config.parallel_config
     for kind in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, kind, 1) > 1:

@@ -44,6 +44,21 @@ def test_other_weights_under_the_same_name_hit_nothing(workplace: Workplace, col
     assert other.ids == cold([TOKENS], "llama-other") != cold([TOKENS])
 
 
+def test_a06_other_positions_by_an_override_hit_nothing(workplace: Workplace) -> None:
+    """The files are the same: what is changed of them at the start of an engine is part of the weights' name."""
+    node = workplace.node()
+    saving = workplace.engine(kv_transfer_config=connector(node))
+    saved = saving.generate([TOKENS])
+    saving.quit()
+    stretched = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    for hits in (0, covered(300)):
+        other = workplace.engine(kv_transfer_config=connector(node), hf_overrides=stretched)
+        batch = other.generate([TOKENS])
+        assert batch.external_hits == hits
+        assert batch.ids != saved.ids
+        other.quit()
+
+
 def test_another_revision_that_was_given_hits_nothing(workplace: Workplace) -> None:
     node = workplace.node()
     saving = workplace.engine(kv_transfer_config=connector(node, model="tiny", revision="one"))

@@ -7,7 +7,8 @@
 
 It runs in vLLM's scheduler process and never blocks there. Chunks are named by vLLM's block hashes, so only hashes that
 are the same in all processes and that nobody can forge are taken: sha256 ones. They name LoRA adapters by name and not
-by content; who reloads adapters under one name uses `KVStoreConnector`. With `canonical_layout` engines of other
+by content; who reloads adapters under one name uses `KVStoreConnector`. A tier is told of the model's name only: what a user changes of
+it at the start (`hf_overrides`, `--quantization`) is told by `revision`. With `canonical_layout` engines of other
 numbers of ranks read the same rows, else only equal ones.
 """
 
@@ -37,6 +38,7 @@ from engine_adapter.looks import Looks  # noqa: E402
 from engine_adapter.pool_access import embedded, to_node  # noqa: E402
 from engine_adapter.rows import RowPool, row_layout  # noqa: E402
 from engine_adapter.session import Binding, PoolSession  # noqa: E402
+from kvstore.errors import ConfigurationError  # noqa: E402
 from kvstore.model.namespace import Namespace  # noqa: E402
 
 if TYPE_CHECKING:
@@ -192,9 +194,16 @@ def namespace_of(spec: OffloadingSpec, row_bytes: int, options: Options) -> Name
 
 
 def _folder_of(model: str) -> Path:
+    """Of the weights. ConfigurationError where there are several, because a tier is not told of the revision."""
     from engine_adapter.vllm.model import weights_folder
 
-    return weights_folder(model, None)
+    folder = weights_folder(model, None)
+    if not Path(model).exists() and len(list(folder.parent.iterdir())) > 1:
+        raise ConfigurationError(
+            f"this host has several revisions of {model}, and vLLM does not tell its tiers which one it runs; give "
+            "`revision`"
+        )
+    return folder
 
 
 def _named(job: TransferJob) -> tuple[list[bytes], list[int]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -405,6 +405,9 @@ class RequestBook:
             assert request.stores <= self._owners.keys(), "a store that was reported"
         for stores in self._ending.values():
             assert stores and stores <= self._owners.keys(), "an ended request that waits for nothing"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -126,6 +126,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See KVConnectorBase_V1."""
+        if connector_output.invalid_block_ids:
+            self._planner().evict(connector_output.invalid_block_ids, self._kv_cache_manager)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             self._planner().reported(meta.report)

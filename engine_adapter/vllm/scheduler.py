@@ -29,6 +29,7 @@ from kvstore.model.ticket import Ticket, TicketRank
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -185,6 +186,17 @@ class SchedulerHalf:
                 self._events.stored(request, keys)
                 if request.is_finished() and not self.book.is_storing(request_id):
                     del self._told_of[request_id]
+
+    def evict(self, bad_blocks: set[int], manager: KVCacheManager) -> None:
+        """Take blocks that were to be loaded and hold nothing, and what was computed from them, from the prefix cache.
+
+        vLLM leaves them there, since their request computes them next; and gives them to all that ask, even to that
+        request, if it is preempted before.
+        """
+        for request_id in self.book:
+            blocks = manager.get_block_ids(request_id)[0]
+            first = next((place for place, block in enumerate(blocks) if block in bad_blocks), len(blocks))
+            manager.evict_blocks(set(blocks[first:]))
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended: (keep its blocks, parameters for whoever goes on with it)."""

@@ -55,7 +55,9 @@ def test_a06_long_factors_of_positions_depend_on_the_longest_prompt() -> None:
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
-@pytest.mark.parametrize("change", [{"hf_overrides": lambda _: _}, {"hf_config_path": "/models/other"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"hf_overrides": lambda _: _}, {"hf_config_path": "/models/other"}], ids=["function", "path"]
+)
 def test_a06_a_change_without_a_name_needs_one(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="give `revision`"):
         changes_of(model(**change))

@@ -330,8 +330,9 @@ class RequestBook:
             request_id = self._owners.pop(number, "")
             self._saving.pop(number, None)
             self._unconfirmed.pop(number, None)
-            keys, visible = self._keys.pop(number, ()), self._visible.pop(number, 0)
-            if visible:
+            keys = self._keys.pop(number, ())
+            if number in self._visible:
+                visible = self._visible.pop(number)
                 stored.append((request_id, tuple(each.slice(0, visible) for each in keys)))
             request = self._requests.get(request_id)
             if request is not None:

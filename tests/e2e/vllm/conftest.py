@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from kvstore.analytics.processes import Children
 @pytest.fixture
 def workplace() -> Iterator[engines.Workplace]:
     """Starts engines and nodes; they end with the test."""
-    with Children() as children:
-        yield engines.Workplace(children)
+    with Children() as children, contextlib.closing(engines.Workplace(children)) as place:
+        yield place
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +29,8 @@ def cold() -> Cold:
     def ids(prompts: Sequence[engines.Prompt], name: str = "llama", max_tokens: int = 12, **arguments: Any) -> Any:
         question = json.dumps([prompts, name, max_tokens, arguments])
         if question not in known:
-            with Children() as children:
-                engine = engines.Workplace(children).engine(name, enable_prefix_caching=False, **arguments)
+            with Children() as children, contextlib.closing(engines.Workplace(children)) as place:
+                engine = place.engine(name, enable_prefix_caching=False, **arguments)
                 batches = [engine.generate([tokens], max_tokens=max_tokens) for tokens in prompts]
             known[question] = [batch.ids[0] for batch in batches]
         return known[question]

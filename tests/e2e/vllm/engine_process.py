@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 FORGET_DEADLINE_S = 60.0
@@ -163,17 +165,27 @@ def say(**message: Any) -> None:
     _to_test.flush()
 
 
+def exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    """End in order, so that neither workers nor their shared memory stay."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Start, announce, and do the steps."""
+    signal.signal(signal.SIGTERM, exit_on_signal)
     started = time.monotonic()
     engine = SteppedEngine(json.loads(sys.argv[1]))
     say(pid=os.getpid(), start_seconds=time.monotonic() - started)
-    for line in sys.stdin:
-        message = json.loads(line)
-        step = message.pop("step")
-        say(**getattr(engine, step)(**message))
-        if step == "quit":
-            return
+    try:
+        for line in sys.stdin:
+            message = json.loads(line)
+            step = message.pop("step")
+            say(**getattr(engine, step)(**message))
+            if step == "quit":
+                return
+    except SystemExit:
+        engine.quit()
+        raise
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ under the tests' own Python. Everything that a test starts belongs to its `Workp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import process_groups
 import side_environment
 
 from kvstore.analytics.processes import Child, Children
@@ -139,7 +141,8 @@ class Engine:
 
     def quit(self) -> None:
         """Shut it down in order."""
-        self._child.call({"step": "quit"}, ENGINE_DEADLINE_S)
+        with process_groups.ending(self._child):
+            self._child.call({"step": "quit"}, ENGINE_DEADLINE_S)
 
     @staticmethod
     def _batch(said: Mapping[str, Any]) -> Batch:
@@ -248,24 +251,13 @@ class Node:
 
     def zero_pages(self) -> None:
         """Overwrite every stored byte with zeros, behind the node's back."""
-        for listing in self._processes():
+        for listing in process_groups.members(self.child.pid):
             for descriptor in (listing / "fd").iterdir():
                 if descriptor.readlink().name.startswith("memfd:kvstore-dram"):
                     with descriptor.open("r+b") as arena:
                         arena.write(bytes(descriptor.stat().st_size))
                     return
         raise AssertionError("no process of the node has its arena")
-
-    def _processes(self) -> list[Path]:
-        """Folders under /proc of all processes of the node's group."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getpgid(int(place.name)) == self.child.pid:
-                    found.append(place)
-            except ProcessLookupError:
-                continue
-        return found
 
     def _wait_open(self) -> None:
         """Until all of its memory takes chunks."""
@@ -282,6 +274,11 @@ class Workplace:
         self._children = children
         self._python = os.environ["KVSTORE_VLLM_PYTHON"]
         self._started = 0
+        self._engines: list[Child] = []
+
+    def close(self) -> None:
+        """End all engines, in order, so that they leave nothing."""
+        self._end(*self._engines)
 
     def node(self, metadata: str = "", dram: str = "64MiB", slots: int = 4096) -> Node:
         """A node as of a host of its own; without metadata it stands alone."""
@@ -325,8 +322,15 @@ class Workplace:
 
     def end(self, engine: Engine | Server) -> None:
         """End a process before the test does."""
-        engine._child.terminate()
-        engine._child.wait_end(20.0)
+        self._end(engine._child)
+
+    @staticmethod
+    def _end(*children: Child) -> None:
+        with contextlib.ExitStack() as ends:
+            for child in children:
+                ends.enter_context(process_groups.ending(child))
+            for child in children:
+                child.terminate()
 
     def _name(self, kind: str) -> str:
         self._started += 1
@@ -345,7 +349,9 @@ class Workplace:
         words = ["env", *(f"{name}={value}" for name, value in settings.items()), self._python, *arguments]
         if kind == "server":
             words = ["sh", "-c", 'exec "$@" >&2', "sh", *words]
-        return self._children.start(self._name(kind), words)
+        child = self._children.start(self._name(kind), words)
+        self._engines.append(child)
+        return child
 
 
 def threads(tp: int, core: int | None = None) -> dict[str, str]:
@@ -368,8 +374,8 @@ def connector(node: Node, load: str = "sync", **more: Any) -> dict[str, Any]:
     }
 
 
-def until_hits(engine: Engine, tokens: Prompt, hits: int, deadline_s: float = 30.0) -> None:
-    """Until the pool, that was away, serves this prompt again."""
+def until_hits(engine: Engine, tokens: Prompt, hits: int, deadline_s: float = 30.0, *, offloaded: bool = False) -> None:
+    """Until the pool, that was away, serves this prompt again. `offloaded`: as of `Engine.forget`."""
     end, pause = time.monotonic() + deadline_s, threading.Event()
     while True:
         engine.generate([tokens])

@@ -107,14 +107,14 @@ class SteppedEngine:
         self._engine.add_request(number, prompt, parameters, lora_request=LoRARequest(*adapter) if adapter else None)
         return number
 
-    def forget(self) -> dict[str, Any]:
-        """Drop the engine's own prefix cache; the pool keeps what it has.
+    def forget(self, *, offloaded: bool = False) -> dict[str, Any]:
+        """Drop the engine's own prefix cache, and what it has offloaded; the pool keeps what it has.
 
         Blocks that are still being stored cannot be dropped, and only a step tells the engine that they are not any
         more: a short request makes one.
         """
         end, pause = time.monotonic() + FORGET_DEADLINE_S, threading.Event()
-        while not (forgotten := self._llm.reset_prefix_cache()) and time.monotonic() < end:
+        while not (forgotten := self._llm.reset_prefix_cache(reset_connector=offloaded)) and time.monotonic() < end:
             pause.wait(0.05)
             self.generate([[3, 4, 5]], max_tokens=1)
         return {"forgotten": forgotten}

@@ -126,9 +126,9 @@ class Engine:
         """Let an engine that holds still answer."""
         return self._batch(self._child.call({}, ENGINE_DEADLINE_S))
 
-    def forget(self) -> None:
-        """Drop the engine's own prefix cache."""
-        assert self._child.call({"step": "forget"}, ENGINE_DEADLINE_S) == {"forgotten": True}
+    def forget(self, *, offloaded: bool = False) -> None:
+        """Drop the engine's own prefix cache. `offloaded`: what it has offloaded to its host memory too."""
+        assert self._child.call({"step": "forget", "offloaded": offloaded}, ENGINE_DEADLINE_S) == {"forgotten": True}
 
     def page_digests(self) -> set[str]:
         """Digests of the blocks of the engine's KV cache that hold anything."""
@@ -332,6 +332,10 @@ class Workplace:
             for child in children:
                 child.terminate()
 
+    def log(self, engine: Engine | Server) -> str:
+        """What the engine has said so far."""
+        return (self._children.folder / f"{engine._child.name}.log").read_text()
+
     def _name(self, kind: str) -> str:
         self._started += 1
         return f"{kind}-{self._started}"
@@ -339,7 +343,7 @@ class Workplace:
     def _start(self, kind: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Child:
         """Start the engine's Python. A server's stdout goes to its log: nobody reads it."""
         settings = {
-            "PYTHONPATH": str(HERE.parents[2]),
+            "PYTHONPATH": f"{HERE.parents[2]}:{HERE}",
             "PYTHONWARNINGS": "ignore",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -374,14 +378,32 @@ def connector(node: Node, load: str = "sync", **more: Any) -> dict[str, Any]:
     }
 
 
+def tier(node: Node, **more: Any) -> dict[str, Any]:
+    """What `--kv-transfer-config` takes to have the pool behind vLLM's offloading. `more`: further keys of the tier."""
+    if node.metadata:
+        more = {"metadata": node.metadata, **more}
+    behind = {"type": "KVStoreTier", "module_path": "engine_adapter.vllm", "node": node.socket_path, **more}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "cpu_offloading",
+            "cpu_bytes_to_use": 32 << 20,
+            "canonical_layout": True,
+            "secondary_tiers": [behind],
+        },
+    }
+
+
 def until_hits(engine: Engine, tokens: Prompt, hits: int, deadline_s: float = 30.0, *, offloaded: bool = False) -> None:
     """Until the pool, that was away, serves this prompt again. `offloaded`: as of `Engine.forget`."""
     end, pause = time.monotonic() + deadline_s, threading.Event()
     while True:
         engine.generate([tokens])
-        engine.forget()
+        engine.forget(offloaded=offloaded)
         if engine.generate([tokens]).external_hits == hits:
             return
         assert time.monotonic() < end, f"the pool did not serve {hits} tokens within {deadline_s:g} s"
-        engine.forget()
+        engine.forget(offloaded=offloaded)
         pause.wait(0.5)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from fenced_code import blocks
 
 from kvstore.analytics.processes import Children
 from kvstore.cli import app
@@ -23,11 +24,6 @@ DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 START_DEADLINE_S = 30.0
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """Fenced code of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def code(text: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from typing import Any
 import process_groups
 import side_environment
 
-from kvstore.analytics.processes import Child, Children
+from kvstore.analytics.processes import Child, Children, console_script
 from kvstore.node.remote import RemoteNode
 
 HERE = Path(__file__).resolve().parent
@@ -42,6 +42,9 @@ SERVER_FLAGS = {
     "--kv-cache-memory-bytes": str(64 << 20),
     "--block-size": "32",
 }
+
+TO_LOG = ("sh", "-c", 'exec "$@" >&2', "sh")
+"""Before a server's command: its stdout goes to its log, nobody reads it."""
 
 Prompt = list[int]
 Cold = Callable[..., list[list[int]]]
@@ -185,15 +188,16 @@ class Server:
         )
 
 
-def complete(url: str, tokens: Prompt, max_tokens: int = 12) -> dict[str, Any]:
-    """One greedy completion, `choices[0].token_ids` in it."""
+def complete(url: str, question: Prompt | str, **more: Any) -> dict[str, Any]:
+    """One greedy completion, `choices[0].token_ids` in it. `more`: further keys of the request."""
     body = {
         "model": "tiny",
-        "prompt": tokens,
+        "prompt": question,
         "temperature": 0,
-        "max_tokens": max_tokens,
+        "max_tokens": 12,
         "ignore_eos": True,
         "return_token_ids": True,
+        **more,
     }
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -242,12 +246,7 @@ class Node:
 
     def statistics(self) -> dict[str, Any]:
         """Its figures."""
-        api = RemoteNode(self.control_address, name="test")
-        try:
-            figures: dict[str, Any] = json.loads(api.stats(20.0))
-        finally:
-            api.close()
-        return figures
+        return node_statistics(self.control_address)
 
     def zero_pages(self) -> None:
         """Overwrite every stored byte with zeros, behind the node's back."""
@@ -265,6 +264,16 @@ class Node:
         while (figures := self.statistics())["open_bytes"] != figures["arena_bytes"]:
             assert time.monotonic() < end, "the node did not prepare its memory within 30 s"
             pause.wait(0.02)
+
+
+def node_statistics(control_address: str) -> dict[str, Any]:
+    """The figures of the node at that gRPC address."""
+    api = RemoteNode(control_address, name="test")
+    try:
+        figures: dict[str, Any] = json.loads(api.stats(20.0))
+    finally:
+        api.close()
+    return figures
 
 
 class Workplace:
@@ -297,7 +306,7 @@ class Workplace:
         return self._start(
             "engine",
             {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **threads(tp), **(variables or {})},
-            [str(HERE / "engine_process.py"), json.dumps({"model": model(name), **arguments})],
+            [self._python, str(HERE / "engine_process.py"), json.dumps({"model": model(name), **arguments})],
         )
 
     def ready(self, child: Child) -> Engine:
@@ -311,14 +320,19 @@ class Workplace:
 
     def server(self, connector: Mapping[str, Any] | None = None, *, tp: int = 1, core: int = 0) -> Server:
         """Start an OpenAI server without waiting for it. `core`: where its one rank computes."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        port = free_port()
         flags = {**SERVER_FLAGS, "--model": model("llama"), "--port": str(port), "--tensor-parallel-size": str(tp)}
         if connector is not None:
             flags["--kv-transfer-config"] = json.dumps(connector)
         switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
         command = ["-m", "vllm.entrypoints.openai.api_server", *(part for pair in flags.items() for part in pair)]
-        return Server(self._start("server", threads(tp, core), [*command, *switches]), port)
+        words = [*TO_LOG, self._python, *command, *switches]
+        return Server(self._start("server", threads(tp, core), words), port)
+
+    def command(self, kind: str, command: str, variables: Mapping[str, str] | None = None) -> Child:
+        """Start a command as a document shows it; its `python` is the engine's, its `kvstore` the tests' own."""
+        path = f"{Path(self._python).parent}:{Path(console_script()).parent}:{os.environ['PATH']}"
+        return self._start(kind, {"PATH": path, **(variables or {})}, ["bash", "-c", command])
 
     def end(self, engine: Engine | Server) -> None:
         """End a process before the test does."""
@@ -340,22 +354,29 @@ class Workplace:
         self._started += 1
         return f"{kind}-{self._started}"
 
-    def _start(self, kind: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Child:
-        """Start the engine's Python. A server's stdout goes to its log: nobody reads it."""
+    def _start(self, kind: str, variables: Mapping[str, str], words: Sequence[str]) -> Child:
+        """Start something in the engine's environment."""
         settings = {
             "PYTHONPATH": f"{HERE.parents[2]}:{HERE}",
             "PYTHONWARNINGS": "ignore",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": str(self._children.folder),
             "DO_NOT_TRACK": "1",
             **variables,
         }
-        words = ["env", *(f"{name}={value}" for name, value in settings.items()), self._python, *arguments]
-        if kind == "server":
-            words = ["sh", "-c", 'exec "$@" >&2', "sh", *words]
-        child = self._children.start(self._name(kind), words)
+        child = self._children.start(
+            self._name(kind), ["env", *(f"{name}={value}" for name, value in settings.items()), *words]
+        )
         self._engines.append(child)
         return child
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def threads(tp: int, core: int | None = None) -> dict[str, str]:

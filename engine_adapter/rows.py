@@ -181,5 +181,6 @@ class RowPool:
             self._idle.wait_for(lambda: not self._under_way)
 
     def close(self) -> None:
-        """End the threads after the jobs that are under way."""
+        """End the threads after the jobs that are under way, and let go of the engine's memory."""
         self._threads.shutdown(wait=True)
+        self._rows = np.empty((0, self._namespace.layout.chunk_bytes), np.uint8)

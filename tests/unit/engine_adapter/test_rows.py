@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,3 +146,14 @@ def test_a06_rows_of_other_weights_are_others(client: Client) -> None:
 def test_rows_of_another_size_are_refused(client: Client) -> None:
     with pytest.raises(LayoutMismatch, match="rows are"):
         pool(client, np.zeros((4, ROW_BYTES + 16), np.uint8))
+
+
+def test_the_engine_can_unmap_its_memory_after_the_end(client: Client) -> None:
+    """Its mapping cannot be closed while an array over it lives: gigabytes stayed until the process ended."""
+    memory = mmap.mmap(-1, 8 * ROW_BYTES)
+    rows = pool(client, np.frombuffer(memory, np.uint8).reshape(8, ROW_BYTES))
+    rows.store(1, NAMES[:2], [0, 1])
+    rows.load(2, NAMES[:2], [2, 3])
+    rows.close()
+    memory.close()
+    assert memory.closed

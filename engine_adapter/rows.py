@@ -27,9 +27,10 @@ from kvstore.errors import LayoutMismatch
 from kvstore.model.layout import Attention, Dtype, PageLayout
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import KEY_BYTES, Keys
+from kvstore.model.values import MissReason
 
 Move = Callable[[bytes, int, float], bool]
-"""(name, place of its row, seconds left) -> whether it is done."""
+"""(name, place of its row, seconds left, none if 0 or less) -> whether it is done."""
 Rows = npt.NDArray[np.uint8]
 """(rows, row bytes): the engine's host memory."""
 JOBS_AT_ONCE = 4
@@ -70,10 +71,22 @@ class JobEnd:
 
 
 class RowPool:
-    """The rows of one engine. `find` never waits; jobs run in threads. `session`: of a namespace with `row_layout`."""
+    """The rows of one engine. `find` never waits; jobs run in threads. `session`: of a namespace with `row_layout`.
+
+    A job's deadline counts from when it was given: jobs that waited for others behind a node that does not answer are
+    given up with them, so that all have ended within one deadline.
+    """
 
     def __init__(
-        self, namespace: Namespace, session: PoolSession, looks: Looks, rows: Rows, *, secret: bytes, deadline_s: float
+        self,
+        namespace: Namespace,
+        session: PoolSession,
+        looks: Looks,
+        rows: Rows,
+        *,
+        secret: bytes,
+        load_deadline_s: float,
+        store_deadline_s: float,
     ) -> None:
         if rows.ndim != 2 or rows.shape[1] != namespace.layout.chunk_bytes:
             raise LayoutMismatch(f"rows are (count, {namespace.layout.chunk_bytes}) bytes, not {rows.shape}")
@@ -83,7 +96,8 @@ class RowPool:
         self._looks = looks
         self._rows = rows
         self._secret = secret
-        self._deadline_s = deadline_s
+        self._load_deadline_s = load_deadline_s
+        self._store_deadline_s = store_deadline_s
         self._threads = ThreadPoolExecutor(JOBS_AT_ONCE, thread_name_prefix="kvstore-rows")
         self._idle = threading.Condition()
         self._under_way = 0
@@ -113,24 +127,24 @@ class RowPool:
         with self._idle:
             for name in names:
                 self._lost.pop(name, None)
-        self._begin(job, names, places, self._store_row)
+        self._begin(job, names, places, self._store_row, self._store_deadline_s)
 
     def load(self, job: int, names: Sequence[bytes], places: Sequence[int]) -> None:
         """Fill these rows. One that does not come is not found any more until it is stored again."""
-        self._begin(job, names, places, self._load_row)
+        self._begin(job, names, places, self._load_row, self._load_deadline_s)
 
-    def _begin(self, job: int, names: Sequence[bytes], places: Sequence[int], move: Move) -> None:
+    def _begin(self, job: int, names: Sequence[bytes], places: Sequence[int], move: Move, deadline_s: float) -> None:
         with self._idle:
             self._under_way += 1
         # What a job waits for others counts: behind a pool that holds still all of them end within one deadline.
-        self._threads.submit(self._run, job, tuple(names), tuple(places), move, time.monotonic() + self._deadline_s)
+        until_s = time.monotonic() + deadline_s
+        self._threads.submit(self._run, job, tuple(names), tuple(places), move, until_s)
 
-    def _run(self, job: int, names: tuple[bytes, ...], places: tuple[int, ...], move: Move, end_s: float) -> None:
+    def _run(self, job: int, names: tuple[bytes, ...], places: tuple[int, ...], move: Move, until_s: float) -> None:
         start_s, done = time.monotonic(), []
         try:
             for name, place in zip(names, places, strict=True):
-                left_s = end_s - time.monotonic()
-                if left_s > 0 and move(name, place, left_s):
+                if move(name, place, until_s - time.monotonic()):
                     done.append(name)
         finally:
             size_bytes = len(done) * self._namespace.layout.chunk_bytes
@@ -145,6 +159,8 @@ class RowPool:
         return ChunkArray(self._rows[place].reshape(1, *layout.shape(layout.whole)), layout.whole)
 
     def _store_row(self, name: bytes, place: int, left_s: float) -> bool:
+        if left_s <= 0:
+            return False
         with self._session.writer(self.keys(name), self._row(place), deadline_s=left_s) as writer:
             writer.put_chunks(0, 1)
             writer.finish()
@@ -152,11 +168,14 @@ class RowPool:
         return writer.visible_chunks == 1
 
     def _load_row(self, name: bytes, place: int, left_s: float) -> bool:
-        result = self._session.read(self.keys(name), self._row(place), deadline_s=left_s)
-        if result.chunks:
-            self.counts["load_rows"] += 1
-            return True
-        self.counts[f"load_misses_{result.reason}"] += 1
+        reason: MissReason | None = MissReason.DEADLINE
+        if left_s > 0:
+            result = self._session.read(self.keys(name), self._row(place), deadline_s=left_s)
+            if result.chunks:
+                self.counts["load_rows"] += 1
+                return True
+            reason = result.reason
+        self.counts[f"load_misses_{reason}"] += 1
         with self._idle:
             self._lost[name] = None
             if len(self._lost) > LOST_LIMIT:

@@ -100,7 +100,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._looks,
             rows,
             secret=options.secret,
-            deadline_s=max(options.load_deadline_ms, options.store_deadline_ms) / 1000,
+            load_deadline_s=options.load_deadline_ms / 1000,
+            store_deadline_s=options.store_deadline_ms / 1000,
         )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvstore
 from engine_adapter.looks import Looks
-from engine_adapter.rows import RowPool, Rows, row_layout
+from engine_adapter.rows import JOBS_AT_ONCE, RowPool, Rows, row_layout
 from engine_adapter.session import PoolSession
 from kvstore.client import Client, ReadResult
+from kvstore.client.buffers import ChunkArray
 from kvstore.errors import LayoutMismatch
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -55,7 +57,7 @@ def pool(client: Client, rows: Rows, revision: str = "1") -> RowPool:
     session = PoolSession(namespace, lambda: client)
     session.open()
     looks = Looks([session], others=False, wait_s=0.1)
-    return RowPool(namespace, session, looks, rows, secret=b"", deadline_s=5.0)
+    return RowPool(namespace, session, looks, rows, secret=b"", load_deadline_s=5.0, store_deadline_s=5.0)
 
 
 def filled(seed: int) -> Rows:
@@ -141,6 +143,41 @@ def test_a06_rows_of_other_weights_are_others(client: Client) -> None:
     assert one.find(NAMES[0]) is True and other.find(NAMES[0]) is False
     one.close()
     other.close()
+
+
+class Silent:
+    """A session with a node that does not answer: each read takes its whole deadline."""
+
+    whole = None
+
+    def __init__(self) -> None:
+        self.deadlines_s: list[float] = []
+
+    def present_here(self, keys: Keys, rectangle: None) -> int:
+        return 1
+
+    def read(self, keys: Keys, into: ChunkArray, *, deadline_s: float) -> ReadResult:
+        self.deadlines_s.append(deadline_s)
+        threading.Event().wait(deadline_s)
+        return ReadResult(0, 0, 0, 0, MissReason.UNREACHABLE)
+
+
+def test_b01_jobs_behind_a_silent_node_end_with_the_first_ones() -> None:
+    """A deadline each would hold the engine, which waits for all of them when it drops its caches, once a job."""
+    session: Any = Silent()
+    namespace = Namespace("m", "1", row_layout(ROW_BYTES, ROW_TOKENS), "rows/x")
+    looks = Looks([session], others=False, wait_s=0.1)
+    rows = RowPool(namespace, session, looks, filled(1), secret=b"", load_deadline_s=0.2, store_deadline_s=3600.0)
+    for job in range(3 * JOBS_AT_ONCE):
+        rows.load(job, NAMES[:2], [0, 1])
+    rows.load(3 * JOBS_AT_ONCE, NAMES[2:4], [2, 3])
+    rows.wait_idle()
+    assert sorted(end.job for end in rows.ended() if not end.whole) == list(range(3 * JOBS_AT_ONCE + 1))
+    assert max(session.deadlines_s[:JOBS_AT_ONCE]) <= 0.2
+    assert max(session.deadlines_s[JOBS_AT_ONCE:], default=0.0) < 0.1
+    # None of them is promised again, or the engine would wait for the next round.
+    assert [rows.find(name) for name in NAMES[:4]] == [False] * 4
+    rows.close()
 
 
 def test_rows_of_another_size_are_refused(client: Client) -> None:

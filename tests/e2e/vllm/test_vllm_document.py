@@ -81,17 +81,17 @@ class Page:
         command = f"exec {self.here(command)} {CPU_FLAGS} --host 127.0.0.1 --port {port} >&2"
         return Server(self.place.command("server", command, variables), port)
 
-    def wait_stored(self, chunks: int) -> None:
-        """Until the pool has so many chunks more than nothing: an engine stores them beside its answer."""
-        end, pause = time.monotonic() + STORED_DEADLINE_S, threading.Event()
-        while (stored := engines.node_statistics(self.node)["chunks"]) < chunks:
-            assert time.monotonic() < end, f"the pool has {stored} of {chunks} chunks after {STORED_DEADLINE_S:g} s"
-            pause.wait(0.05)
-
     @property
     def chunks(self) -> int:
         """How many chunks the pool has."""
         return int(engines.node_statistics(self.node)["chunks"])
+
+    def wait_stored(self, chunks: int) -> None:
+        """Until the pool has so many chunks: an engine stores them beside its answer."""
+        end, pause = time.monotonic() + STORED_DEADLINE_S, threading.Event()
+        while (stored := self.chunks) < chunks:
+            assert time.monotonic() < end, f"the pool has {stored} of {chunks} chunks after {STORED_DEADLINE_S:g} s"
+            pause.wait(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,7 @@ def test_the_example_in_python(page: Page, servers: tuple[Server, Server], tmp_p
     asked = ask(servers[0], text)["usage"]["prompt_tokens"]
     page.wait_stored(before + asked // BLOCK_TOKENS)
     script, output = tmp_path / "example.py", tmp_path / "output"
+    assert "LLM(\n" in example
     script.write_text(page.here(example).replace("LLM(\n", f"LLM({CPU_ARGUMENTS},\n", 1))
     run = page.place.command("example", f"python {script} >{output}; echo '{{\"status\": '$?'}}'")
     assert run.receive(engines.ENGINE_DEADLINE_S) == {"status": 0}
@@ -178,7 +179,7 @@ def test_the_example_in_python(page: Page, servers: tuple[Server, Server], tmp_p
 
 
 def test_the_tier(page: Page, known: Known) -> None:
-    """The server drops all that it has in blocks and host memory, and then loads from the pool."""
+    """The server drops what it has in blocks and host memory, as one in development mode can be asked to, and loads."""
     server = page.server(the("bash", "KVStoreTier").replace(GPU_SPEC, CPU_SPEC), {"VLLM_SERVER_DEV_MODE": "1"})
     server.wait_ready()
     before = page.chunks

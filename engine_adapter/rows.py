@@ -104,6 +104,8 @@ class RowPool:
         self._ends: deque[JobEnd] = deque()
         self._lost: dict[bytes, None] = {}
         """Oldest first."""
+        self._asking: dict[str, set[bytes]] = {}
+        """Names that could not be answered at once, by request."""
 
     def keys(self, name: bytes) -> Keys:
         """The row's key."""
@@ -115,12 +117,23 @@ class RowPool:
         tokens = self._namespace.layout.chunk_tokens
         return Keys(self._namespace.id, self._namespace.id, key, fingerprints, tokens, tokens)
 
-    def find(self, name: bytes) -> bool | None:
-        """True if the pool has the row, None = not known yet, ask again."""
+    def find(self, name: bytes, request_id: str) -> bool | None:
+        """True if the pool has the row, None = not known yet, ask again. Call `settled` for each request once asked."""
         if name in self._lost:
             return False
         found = self._looks.ask(name.hex(), [self.keys(name)])
-        return None if found is None else found > 0
+        if found is None:
+            self._asking.setdefault(request_id, set()).add(name)
+            return None
+        return found > 0
+
+    def settled(self, request_id: str) -> None:
+        """The request asks no more: answers on their way to it need no place among the others any longer.
+
+        An engine asks for all rows of a prompt and never again for those behind the first that is missing.
+        """
+        for name in self._asking.pop(request_id, ()):
+            self._looks.forget(name.hex())
 
     def store(self, job: int, names: Sequence[bytes], places: Sequence[int]) -> None:
         """Store these rows; the engine leaves them as they are until the job has ended."""

@@ -29,7 +29,15 @@ from engine_adapter.vllm.options import Options, check_release
 check_release(vllm_version)
 
 from vllm.platforms import current_platform  # noqa: E402
-from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext  # noqa: E402
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
@@ -109,7 +117,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if len(key) != NAME_BYTES:
             self._refuse()
             return LookupResult.MISS
-        found = self._pool.find(bytes(key))
+        found = self._pool.find(bytes(key), req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -155,6 +163,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See SecondaryTierManager."""
         return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """See SecondaryTierManager."""
+        for request_id in context.new_req_ids:
+            self._pool.settled(request_id)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See SecondaryTierManager."""
+        self._pool.settled(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """See SecondaryTierManager. The node knows of reads by itself."""

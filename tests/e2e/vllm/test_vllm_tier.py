@@ -64,6 +64,19 @@ def test_a_node_that_is_gone_in_the_middle(workplace: Workplace, cold: Cold, fau
     assert engine.generate([*OFTEN, *MORE]).ids == struck.ids
 
 
+def test_another_host_is_still_asked_after_many_prompts_that_nobody_has(workplace: Workplace) -> None:
+    """vLLM asks for all chunks of a prompt at once, and not again for those behind the first that is missing."""
+    metadata = workplace.metadata()
+    there, here = workplace.node(metadata), workplace.node(metadata)
+    saving = workplace.engine(kv_transfer_config=tier(there))
+    saving.generate(PROMPTS)
+    saving.quit()
+    loading = workplace.engine(kv_transfer_config=tier(here))
+    for seed in range(100, 140):
+        loading.generate([prompt(seed, 1000)], max_tokens=1)
+    assert loading.generate(PROMPTS).cached_tokens == [288, 320]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_host_that_is_gone_while_it_is_read(workplace: Workplace, cold: Cold, fault: str) -> None:
     metadata = workplace.metadata()

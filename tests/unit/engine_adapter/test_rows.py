@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.looks import Looks
+from engine_adapter.looks import WAITING_LIMIT, Looks
 from engine_adapter.rows import JOBS_AT_ONCE, RowPool, Rows, row_layout
 from engine_adapter.session import PoolSession
 from kvstore.client import Client, ReadResult
@@ -71,7 +71,7 @@ def test_rows_come_back_into_other_places_under_their_names(client: Client) -> N
     saving.wait_idle()
     (end,) = saving.ended()
     assert (end.job, end.done, end.whole, end.size_bytes) == (7, tuple(NAMES[:3]), True, 3 * ROW_BYTES)
-    assert [loading.find(name) for name in NAMES[:4]] == [True, True, True, False]
+    assert [loading.find(name, "a") for name in NAMES[:4]] == [True, True, True, False]
     loading.load(8, NAMES[:3], [1, 5, 6])
     assert loading.busy
     loading.wait_idle()
@@ -93,10 +93,10 @@ def test_b10_a_row_that_does_not_come_is_not_found_again(client: Client, monkeyp
     end = rows.ended()[-1]
     assert (end.done, end.whole) == ((NAMES[0],), False)
     monkeypatch.setattr(rows._looks, "ask", lambda *_: 1)  # an index that has not heard of it yet
-    assert rows.find(NAMES[1]) is False
+    assert rows.find(NAMES[1], "a") is False
     rows.store(3, NAMES[1:2], [1])
     rows.wait_idle()
-    assert rows.find(NAMES[1]) is True
+    assert rows.find(NAMES[1], "a") is True
     rows.close()
 
 
@@ -140,9 +140,29 @@ def test_a06_rows_of_other_weights_are_others(client: Client) -> None:
     one, other = pool(client, filled(1)), pool(client, filled(2), revision="2")
     one.store(1, NAMES[:1], [0])
     one.wait_idle()
-    assert one.find(NAMES[0]) is True and other.find(NAMES[0]) is False
+    assert one.find(NAMES[0], "a") is True and other.find(NAMES[0], "a") is False
     one.close()
     other.close()
+
+
+def test_questions_of_a_request_that_is_settled_keep_nobody_else_from_asking(client: Client) -> None:
+    namespace = Namespace("m", "1", row_layout(ROW_BYTES, ROW_TOKENS), "rows/x")
+    session = PoolSession(namespace, lambda: client)
+    session.open()
+    threads, gate = ThreadPoolExecutor(1), threading.Event()
+    threads.submit(gate.wait)  # nothing is answered
+    looks = Looks([session], others=True, wait_s=3600.0, threads=threads)
+    rows = RowPool(namespace, session, looks, filled(1), secret=b"", load_deadline_s=5.0, store_deadline_s=5.0)
+    found = [rows.find(number.to_bytes(36, "big"), "a") for number in range(WAITING_LIMIT)]
+    without_a_place = rows.find(NAMES[1], "b")
+    rows.settled("a")
+    with_a_place = rows.find(NAMES[1], "b")
+    rows.settled("b")
+    gate.set()
+    threads.shutdown()
+    rows.close()
+    assert found == [None] * WAITING_LIMIT
+    assert (without_a_place, with_a_place) == (False, None)
 
 
 class Silent:
@@ -176,7 +196,7 @@ def test_b01_jobs_behind_a_silent_node_end_with_the_first_ones() -> None:
     assert max(session.deadlines_s[:JOBS_AT_ONCE]) <= 0.2
     assert max(session.deadlines_s[JOBS_AT_ONCE:], default=0.0) < 0.1
     # None of them is promised again, or the engine would wait for the next round.
-    assert [rows.find(name) for name in NAMES[:4]] == [False] * 4
+    assert [rows.find(name, "a") for name in NAMES[:4]] == [False] * 4
     rows.close()
 
 

@@ -7,9 +7,9 @@
 
 It runs in vLLM's scheduler process and never blocks there. Chunks are named by vLLM's block hashes, so only hashes that
 are the same in all processes and that nobody can forge are taken: sha256 ones. They name LoRA adapters by name and not
-by content; who reloads adapters under one name uses `KVStoreConnector`. A tier is told of the model's name only: what
-is changed of it at the start (`hf_overrides`, `--quantization`) is told by `revision`. With `canonical_layout` engines
-of other numbers of ranks read the same rows, else only equal ones.
+by content; who reloads adapters under one name uses `KVStoreConnector`. A tier is told the model's name only: what is
+changed of it at the start (`hf_overrides`, `--quantization`) is told by `revision`. With `canonical_layout` engines of
+other numbers of ranks read the same rows, else only equal ones.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class RequestBook:
         tokens = prompt.tokens()
         if not request.keys:
             request.keys = tuple(chain.keys(tokens, prompt.extras) for chain in self._chains)
-            if prompt.outgoing and len(request.keys[0]) and len(tokens) == prompt.prompt_tokens:
+            if self._rules.save and prompt.outgoing and len(request.keys[0]) and len(tokens) == prompt.prompt_tokens:
                 request.prompt_keys, request.tickets = request.keys, self._make_tickets(request.keys)
         elif len(tokens) // self._chunk_tokens > request.keys[0].token_count // self._chunk_tokens:
             pairs = zip(self._chains, request.keys, strict=True)

@@ -181,11 +181,12 @@ class SchedulerHalf:
         if self._events is None:
             return
         for request_id, keys in stored:
+            if request_id in self._told_of:
+                self._events.stored(self._told_of[request_id], keys)
+        for request_id in {request_id for request_id, _ in stored}:  # after all of them: one may come twice
             request = self._told_of.get(request_id)
-            if request is not None:
-                self._events.stored(request, keys)
-                if request.is_finished() and not self.book.is_storing(request_id):
-                    del self._told_of[request_id]
+            if request is not None and request.is_finished() and not self.book.is_storing(request_id):
+                del self._told_of[request_id]
 
     def evict(self, bad_blocks: set[int], manager: KVCacheManager) -> None:
         """Take blocks that were to be loaded and hold nothing, and what was computed from them, from the prefix cache.

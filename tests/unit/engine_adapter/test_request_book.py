@@ -553,16 +553,23 @@ def test_nothing_is_kept_of_requests_that_have_ended(pool: Client, engines: list
     engine.run("c", tokens(10, 16))
     engine.settle()
     kept = [engine.transfers._by_request, engine.transfers._ending, engine.transfers._stores]
-    kept += [engine.book._owners, engine.book._saving, engine.book._reports, engine.book._visible, engine.book._ending]
+    kept += [
+        engine.book._owners,
+        engine.book._saving,
+        engine.book._keys,
+        engine.book._reports,
+        engine.book._visible,
+        engine.book._ending,
+    ]
     assert not any(kept), kept
 
 
 # --- handoffs ---
 
 
-def handing_on(pool: Client) -> ReplayedEngine:
+def handing_on(pool: Client, rules: Rules = Rules()) -> ReplayedEngine:  # noqa: B008 (a value)
     """An engine whose prompts get tickets of the pool's node."""
-    engine = ReplayedEngine(pool)
+    engine = ReplayedEngine(pool, rules=rules)
     node = pool.node
     assert node is not None
 
@@ -596,6 +603,21 @@ def test_a_handoff_brings_the_last_token_of_the_prompt_too(
     assert received.computed == count
     assert not decode.until_received("d").failed
     decode.assert_right(received)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_handoff_is_promised_by_who_stores_only(pool: Client, engines: list[ReplayedEngine], saves: bool) -> None:
+    """Else the other engine waits its whole deadline for what nobody writes."""
+    prefill = handing_on(pool, Rules(save=saves))
+    engines.append(prefill)
+    running = prefill.add("p", tokens(1, 16), outgoing=True)
+    prefill.admit("p")
+    prefill.step("p")
+    keep, tickets = prefill.book.finished("p", running.computed, running.blocks)
+    assert bool(tickets) == saves
+    if keep:
+        prefill.kept["p"] = running
+    prefill.settle()
 
 
 def test_tickets_of_another_prompt_are_not_believed(pool: Client, engines: list[ReplayedEngine]) -> None:

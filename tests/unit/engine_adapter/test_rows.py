@@ -109,7 +109,7 @@ def test_b10_of_many_rows_that_did_not_come_the_last_ones_are_known(
     rows.load(1, NAMES[:4], [0, 1, 2, 3])
     rows.wait_idle()
     monkeypatch.setattr(rows._looks, "ask", lambda *_: 1)
-    assert [rows.find(name) for name in NAMES[:4]] == [True, True, False, False]
+    assert [rows.find(name, "a") for name in NAMES[:4]] == [True, True, False, False]
     rows.close()
 
 

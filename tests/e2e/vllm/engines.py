@@ -179,6 +179,10 @@ class Server:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
+    def pool_counters(self, prefix: str) -> dict[str, float]:
+        """What the connector counted, each name with a prefix: for the message of a test that fails."""
+        return {f"{prefix} {name}": value for name, value in self.counters().items() if "kvstore" in name and value}
+
     def computed_tokens(self) -> int:
         """Prompt tokens that this server's own model computed so far."""
         name = "vllm:prompt_tokens_by_source_total"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -179,9 +180,11 @@ class Server:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
-    def pool_counters(self, prefix: str) -> dict[str, float]:
-        """What the connector counted, each name with a prefix: for the message of a test that fails."""
-        return {f"{prefix} {name}": value for name, value in self.counters().items() if "kvstore" in name and value}
+    def pool_counters(self) -> list[str]:
+        """What the connector counted, for the message of a test that fails."""
+        lines = ((name, value) for name, value in self.counters().items() if "vllm:kvstore_" in name and value)
+        labels = re.compile(r'(engine|model_name)="[^"]*",?|vllm:kvstore_')
+        return [f"{labels.sub('', name)} {value:g}" for name, value in lines if "_created" not in name]
 
     def computed_tokens(self) -> int:
         """Prompt tokens that this server's own model computed so far."""

@@ -7,9 +7,10 @@ Blocks are given out lowest number first, so that tests can make one be used aga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -273,3 +274,33 @@ class ReplayedEngine:
 
 def tokens(seed: int, count: int) -> list[int]:
     return [int(number) for number in np.random.default_rng(seed).integers(1, 1000, count)]
+
+
+class Held(Executor):
+    """Stores wait until the test lets them go."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.append((future, lambda: call(*args, **kwargs)))
+        return future
+
+    def shutdown(self, *_: Any, **__: Any) -> None:
+        """Nothing to end."""
+
+    def go(self) -> None:
+        for future, call in self._calls:
+            future.set_result(call())
+        self._calls.clear()
+
+
+class ReplayedEngineRuns:
+    def __init__(self, pool: Client, engines: list[ReplayedEngine]) -> None:
+        self._pool, self._engines = pool, engines
+
+    def hits(self, prompt: list[int]) -> int:
+        engine = ReplayedEngine(self._pool)
+        self._engines.append(engine)
+        return engine.run("probe", prompt)

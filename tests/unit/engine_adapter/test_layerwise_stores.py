@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
 from replayed_engine import LAYERS, ReplayedEngine, group, layer_name, tokens
 
-import kvstore
 from engine_adapter.plans import StepPlan
 from engine_adapter.requests import Scheduled
 from engine_adapter.transfers import How
@@ -18,20 +17,6 @@ from kvstore.client import Client
 
 LAYERWISE = How(layerwise_stores=True)
 PROMPT = tokens(1, 25)
-
-
-@pytest.fixture
-def pool() -> Iterator[Client]:
-    with kvstore.open_local("8MiB") as client:
-        yield client
-
-
-@pytest.fixture
-def engines(pool: Client) -> Iterator[list[ReplayedEngine]]:
-    made: list[ReplayedEngine] = []
-    yield made
-    for engine in made:
-        engine.close()
 
 
 class AtOnce(Executor):

@@ -14,7 +14,7 @@ help: ## Show this list
 
 setup: $(STAMP) ## Make .venv with everything that demo, tests and checks need
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard kvstore/*/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,torch,nixl]'

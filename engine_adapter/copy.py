@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import gcd
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ from engine_adapter.items import Places, cut_items
 from engine_adapter.pieces import Bytes, EngineShape, check_writeable, checked_blocks
 from engine_adapter.views import HeadPages
 from kvstore.errors import InvalidRequest, LayoutMismatch
+from kvstore.model import checksum
 
 Items = npt.NDArray[np.void] | Bytes
 """Runs of bytes: opaque items, or from `ROW_BYTES` on rows of bytes, with one dimension more."""
@@ -74,6 +76,7 @@ class PagedKv:
         # A call a layer is too short to get the interpreter's lock back for, which taking checksums keeps.
         self.gathers_at_once = all(part.joined for part in self._parts)
         self.scatters_at_once = all(part.item_bytes >= ROW_BYTES for part in self._parts)
+        self._in_rows = len(self._parts) == 1 and self._parts[0].joined
         self._shape = EngineShape(
             len(pages.layers),
             int(first[0].shape[1]),
@@ -97,12 +100,33 @@ class PagedKv:
         for items, places, stored in self._matched(index, piece, layer_start, head_start):
             items[places] = stored
 
+    def scatter_checked(
+        self, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
+        """The same, and only what has these checksums: checked on the way where the pages are rows of one array."""
+        if self._in_rows:
+            ((items, places, _),) = self._matched(index, piece, layer_start, head_start)
+            return checksum.scatter(piece, table, cast(Bytes, items), places)
+        if not np.array_equal(checksum.table_of_layers(piece), table):
+            return False
+        self.scatter(index, piece, layer_start, head_start)
+        return True
+
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """Fill `slot` (layers, pages, heads, head_page_bytes) from the engine's pages of chunk `index`."""
         check_writeable(slot)
         for items, places, stored in self._matched(index, slot, layer_start, head_start):
             # mode="clip": the default buffers `out`. No place is ever clipped, they were checked at the start.
             items.take(places, axis=0, out=stored, mode="clip")
+
+    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
+        """The same, and returns the checksums: taken on the way where the engine's pages are rows of one array."""
+        if self._in_rows:
+            check_writeable(slot)
+            ((items, places, _),) = self._matched(index, slot, layer_start, head_start)
+            return checksum.gather(cast(Bytes, items), places, slot)
+        self.gather(index, slot, layer_start, head_start)
+        return checksum.table_of_layers(slot)
 
     def _matched(
         self, index: int, piece: Bytes, layer_start: int, head_start: int

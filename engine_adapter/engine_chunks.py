@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
+
 from engine_adapter.pieces import Bytes
 from engine_adapter.plans import GroupChunks, KvGroup
-from kvstore.client.values import gathers_at_once, scatters_at_once
+from kvstore.client.values import checks_checksums, gathers_at_once, scatters_at_once, takes_checksums
 from kvstore.errors import InvalidRequest, KvStoreError
+from kvstore.model import checksum
 
 
 class Endpoint(Protocol):
@@ -98,6 +101,18 @@ class EngineChunks:
         with self._copying(index) as (endpoint, place, start, stop):
             endpoint.scatter(place, piece[:, start:stop], layer_start, head_start)
 
+    def scatter_checked(
+        self, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
+        """See Checking."""
+        with self._copying(index) as (endpoint, place, start, stop):
+            if not start and stop == piece.shape[1] and checks_checksums(endpoint):
+                return endpoint.scatter_checked(place, piece, layer_start, head_start, table)
+        if not np.array_equal(checksum.table_of_layers(piece), table):
+            return False
+        self.scatter(index, piece, layer_start, head_start)
+        return True
+
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """See Source. Pages behind the prompt become zero; InvalidRequest where pages before the first one lack."""
         with self._copying(index) as (endpoint, place, start, stop):
@@ -105,6 +120,14 @@ class EngineChunks:
                 raise InvalidRequest(f"chunk {index} begins with pages that the engine no longer has")
             slot[:, stop:] = 0
             endpoint.gather(place, slot[:, start:stop], layer_start, head_start)
+
+    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
+        """See Summing."""
+        with self._copying(index) as (endpoint, place, start, stop):
+            if not start and stop == slot.shape[1] and takes_checksums(endpoint):
+                return endpoint.gather_summed(place, slot, layer_start, head_start)
+        self.gather(index, slot, layer_start, head_start)
+        return checksum.table_of_layers(slot)
 
     def close(self) -> None:
         """No block is touched after this; waits for the pieces that are being copied. Idempotent."""

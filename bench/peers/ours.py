@@ -18,6 +18,7 @@ from drive import Pieces, serve
 
 import kvstore
 from kvstore.client import Client
+from kvstore.model import checksum
 from kvstore.model.prefix import Keys
 
 PAGES, HEADS, PAGE_TOKENS = 4, 4, 16
@@ -38,9 +39,17 @@ class Scattered:
         """See `kvstore.client.Destination`; always whole heads."""
         self._pieces[index][layer_start : layer_start + len(piece)] = piece
 
+    def scatter_checked(self, index: int, piece: Any, layer_start: int, head_start: int, table: Any) -> bool:
+        """See `kvstore.client.Checking`; always whole heads."""
+        return checksum.copy_in(piece, table, self._pieces[index][layer_start : layer_start + len(piece)])
+
     def gather(self, index: int, slot: npt.NDArray[np.uint8], layer_start: int, head_start: int) -> None:
         """See `kvstore.client.Source`; always whole heads."""
         slot[...] = self._pieces[index][layer_start : layer_start + len(slot)]
+
+    def gather_summed(self, index: int, slot: Any, layer_start: int, head_start: int) -> Any:
+        """See `kvstore.client.Summing`; always whole heads."""
+        return checksum.copy_out(self._pieces[index][layer_start : layer_start + len(slot)], slot)
 
 
 class Ours:

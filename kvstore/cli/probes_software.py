@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from kvstore.cli.probes import Probe, Probed, State, Subject
 from kvstore.errors import KvStoreError
+from kvstore.model import checksum
 from kvstore.model.values import NodeInfo
 from kvstore.setting_types import split_address
 
@@ -55,6 +56,15 @@ def packages(_: Subject) -> Iterator[Probed]:
             yield Probed(name, State.FAIL, version, f"pip install '{name}>={least[name]}'")
         else:
             yield Probed(name, State.OK, version)
+
+
+def compiled(_: Subject) -> Iterator[Probed]:
+    """Whether checksums are taken by the compiled part of the package."""
+    if checksum.NATIVE:
+        yield Probed("checksums", State.OK, "compiled")
+    else:
+        advice = "install a C compiler and Python's headers, then this package again"
+        yield Probed("checksums", State.WARN, "in Python: right, but writes and remote reads are slower", advice)
 
 
 def _least_versions() -> dict[str, str]:
@@ -253,4 +263,4 @@ def ssd_io(subject: Subject) -> Iterator[Probed]:
         yield Probed(name, State.FAIL, lines[-1], remedy)
 
 
-PROBES: tuple[Probe, ...] = (python, packages, ports, shm_transport, tcp_transport, nixl_transport, ssd_io)
+PROBES: tuple[Probe, ...] = (python, packages, compiled, ports, shm_transport, tcp_transport, nixl_transport, ssd_io)

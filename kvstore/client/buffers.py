@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.client.values import Bytes, Destination, Source
 from kvstore.errors import LayoutMismatch
+from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
 
 
@@ -29,9 +30,19 @@ class ChunkArray:
         """Copy a piece in."""
         self._at(index, piece, layer_start, head_start)[...] = piece
 
+    def scatter_checked(
+        self, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
+        """Copy a piece in if it has these checksums."""
+        return checksum.copy_in(piece, table, self._at(index, piece, layer_start, head_start))
+
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """Copy a piece out."""
         slot[...] = self._at(index, slot, layer_start, head_start)
+
+    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
+        """Copy a piece out; returns its checksums."""
+        return checksum.copy_out(self._at(index, slot, layer_start, head_start), slot)
 
 
 def as_destination(target: Any, layout: PageLayout, rectangle: Rectangle, count: int) -> Destination:

@@ -21,9 +21,8 @@ from itertools import accumulate
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.client.values import Bytes, Destination, synchronize
+from kvstore.client.values import Bytes, Destination, checks_checksums, synchronize
 from kvstore.model import checksum
 from kvstore.model.fetch import FetchPlan, plan_fetch
 from kvstore.model.layout import Rectangle
@@ -135,7 +134,7 @@ class Pipeline:
         self._connection = connection
         self._grouped = self._broken = False
         self._plans: dict[int, tuple[tuple[Rectangle, Rectangle], FetchPlan | None]] = {}
-        self._tables: dict[tuple[int, int], npt.NDArray[np.uint64]] = {}
+        self._tables: dict[tuple[int, int], checksum.Table] = {}
         """Checksum tables of chunks and shards that came with an earlier group of layers, verified."""
         self._asked: deque[_Asked] = deque()
         self._delivering: Future[None] | None = None
@@ -318,13 +317,8 @@ class Pipeline:
                     break
                 if stale and piece.chunk >= stale[0]:
                     return self._fail(stale[0], MissReason.FENCE)
-                plan = piece.plan
-                held = staged[piece.start : piece.start + plan.staged_bytes]
-                if delivery.verify and piece.place.table_hash and not self._verified(piece, held):
+                if not self._scattered(piece, staged[piece.start : piece.start + piece.plan.staged_bytes]):
                     return self._fail(piece.chunk, MissReason.CHECKSUM)
-                pages = held[: plan.table_offset].reshape(plan.staged_shape)[plan.wanted_slices]
-                common = plan.part.common
-                delivery.destination.scatter(self._first + piece.chunk, pages, common.layer_start, common.head_start)
         finally:
             try:
                 synchronize(delivery.destination)  # it may read the block until then
@@ -333,19 +327,35 @@ class Pipeline:
         if batch.completes is not None and self._live:
             delivery.on_group(batch.completes)
 
-    def _verified(self, piece: _Piece, held: Bytes) -> bool:
-        """True if the table is the one of the catalog, and what was fetched is what the table says."""
+    def _scattered(self, piece: _Piece, held: Bytes) -> bool:
+        """Verify what was fetched and hand it on; False: it is not what was stored."""
+        plan, delivery, index = piece.plan, self._delivery, self._first + piece.chunk
+        destination, common = delivery.destination, plan.part.common
+        payload = held[: plan.table_offset].reshape(plan.staged_shape)
+        pages = payload[plan.wanted_slices]
+        if delivery.verify and piece.place.table_hash:
+            table = self._table(piece, held[plan.table_offset :])
+            if table is None:
+                return False
+            if pages.shape == payload.shape and checks_checksums(destination):
+                return destination.scatter_checked(index, pages, common.layer_start, common.head_start, table)
+            if not np.array_equal(checksum.table_of_layers(payload), table):
+                return False
+        destination.scatter(index, pages, common.layer_start, common.head_start)
+        return True
+
+    def _table(self, piece: _Piece, table: Bytes) -> checksum.Table | None:
+        """The checksums of what was fetched, out of the shard's table; None if that is not the one of the catalog."""
         plan, stored, place = piece.plan, piece.place.rectangle, (piece.chunk, piece.place.shard)
-        payload, table = held[: plan.table_offset], held[plan.table_offset :]
         if len(table):
             if checksum.table_hash(table) != piece.place.table_hash:
-                return False
+                return None
             words = np.frombuffer(table.tobytes(), dtype="<u8").reshape(stored.layers, stored.heads)
             if self._grouped:
                 self._tables[place] = words
         else:
             words = self._tables[place]
-        return np.array_equal(checksum.table_of(payload, self._layout, plan.staged), words[plan.table_slices])
+        return words[plan.table_slices]
 
 
 def _rounded(length_bytes: int) -> int:

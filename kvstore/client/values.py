@@ -10,6 +10,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.model.checksum import NATIVE, Table
 from kvstore.model.values import MissReason, Outcome
 
 Bytes = npt.NDArray[np.uint8]
@@ -102,6 +103,23 @@ class Source(Protocol):
         """
 
 
+class Summing(Protocol):
+    """What a Source has besides, if it takes checksums while it copies: each byte is then read once."""
+
+    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> Table:
+        """As `gather`; returns `kvstore.model.checksum.table_of_layers` of what it put into `slot`."""
+
+
+class Checking(Protocol):
+    """What a Destination has besides, if it checks checksums while it copies."""
+
+    def scatter_checked(self, index: int, piece: Bytes, layer_start: int, head_start: int, table: Table) -> bool:
+        """As `scatter`, but no layer before its checksums were found to be those of `table` (layers, heads).
+
+        False if a layer has others: neither it nor a layer behind it is copied.
+        """
+
+
 def scatters_at_once(destination: Destination) -> bool:
     """True if several threads may call its `scatter` at a time."""
     return getattr(destination, "scatters_at_once", False) is True
@@ -110,6 +128,16 @@ def scatters_at_once(destination: Destination) -> bool:
 def gathers_at_once(source: Source) -> bool:
     """True if several threads may call its `gather` at a time."""
     return getattr(source, "gathers_at_once", False) is True
+
+
+def takes_checksums(source: Source) -> TypeGuard[Summing]:
+    """True if it takes checksums while it copies, and that is faster than one after the other."""
+    return NATIVE and hasattr(source, "gather_summed")
+
+
+def checks_checksums(destination: Destination) -> TypeGuard[Checking]:
+    """True if it checks checksums while it copies, and that is faster than one after the other."""
+    return NATIVE and hasattr(destination, "scatter_checked")
 
 
 class Asynchronous(Protocol):

@@ -14,11 +14,18 @@ from functools import partial
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.client.copiers import ALONE, Copiers
 from kvstore.client.host import HostNode
-from kvstore.client.values import Asynchronous, Bytes, Source, WriteResult, gathers_at_once, is_asynchronous
+from kvstore.client.values import (
+    Asynchronous,
+    Bytes,
+    Source,
+    WriteResult,
+    gathers_at_once,
+    is_asynchronous,
+    takes_checksums,
+)
 from kvstore.errors import ForkedProcess, InvalidRequest, KvStoreError, SessionLost
 from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
@@ -41,7 +48,7 @@ class _Filled:
     """Which layers of a granted chunk are written (one bit a layer), and their checksums (layers, heads)."""
 
     layers: int
-    table: npt.NDArray[np.uint64] | None
+    table: checksum.Table | None
 
 
 @dataclass(slots=True)
@@ -161,7 +168,12 @@ class PendingWrite:
         self._unsummed.clear()
 
     def _copy_and_sum(self, index: int, pages: Bytes, layer_start: int, source: Source, state: _Filled) -> None:
-        """Take the checksums piece by piece, while a piece is still in the core's own cache."""
+        """Where the source does not take the checksums, take them piece by piece, still in the core's own cache."""
+        if takes_checksums(source):
+            self._note_sums(
+                state, source.gather_summed(index, pages, layer_start, self.rectangle.head_start), layer_start
+            )
+            return
         step = max(1, CACHE_BYTES // pages[0].nbytes)
         for start in range(0, len(pages), step):
             piece, layer = pages[start : start + step], layer_start + start
@@ -169,11 +181,14 @@ class PendingWrite:
             self._sum(state, piece, layer)
 
     def _sum(self, state: _Filled, pages: Bytes, layer_start: int) -> None:
-        """Note the checksums of these layers (layers, pages, heads, head_page_bytes) of a chunk."""
+        """Take the checksums of these layers (layers, pages, heads, head_page_bytes) of a chunk."""
+        self._note_sums(state, checksum.table_of_layers(pages), layer_start)
+
+    def _note_sums(self, state: _Filled, table: checksum.Table, layer_start: int) -> None:
         if state.table is None:
             state.table = np.zeros((self.rectangle.layers, self.rectangle.heads), dtype="<u8")
         first = layer_start - self.rectangle.layer_start
-        state.table[first : first + len(pages)] = checksum.table_of_layers(pages)
+        state.table[first : first + len(table)] = table
 
     def commit(self, upto: int | None = None) -> WriteResult:
         """Make filled chunks visible.

@@ -3,9 +3,15 @@
 The cut is fixed by the namespace and not by any TP size, so that a reader of another rectangle can verify just
 the heads that it takes. A shard's table is u64 little-endian [layer][head] and lies behind its payload; the
 catalog entry holds the xxh3-64 of the table (never 0: 0 means stored without checksums).
+
+xxhash keeps the interpreter's lock while it hashes a head page, so threads that copy wait for each other. `_checksum.c`
+takes a table in one call without the lock, or takes or checks it while it copies. The package works without it, slower
+(`NATIVE` tells): the values are the same.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +19,115 @@ import xxhash
 
 from kvstore.model.layout import PageLayout, Rectangle
 
+_native: ModuleType | None
+try:
+    from kvstore.model import _checksum as _native
+except ImportError:  # built without a C compiler
+    _native = None
+
 Bytes = npt.NDArray[np.uint8]
+Table = npt.NDArray[np.uint64]
+"""(layers, heads), u64 little-endian."""
+Places = npt.NDArray[np.intp]
+NATIVE = _native is not None
+"""Whether checksums are taken by compiled code."""
 
 
-def table_of(payload: Bytes, layout: PageLayout, rectangle: Rectangle) -> npt.NDArray[np.uint64]:
+def table_of(payload: Bytes, layout: PageLayout, rectangle: Rectangle) -> Table:
     """Checksum table of a shard's contiguous payload (uint8, one-dimensional), shape (layers, heads)."""
     return table_of_layers(payload.reshape(layout.shape(rectangle)))
 
 
-def table_of_layers(stored: Bytes) -> npt.NDArray[np.uint64]:
+def table_of_layers(stored: Bytes) -> Table:
     """Checksum table (layers, heads) of contiguous layers (uint8, (layers, pages, heads, head_page_bytes))."""
+    if _native is None or not _hashed_natively(stored):
+        return _table_by_xxhash(stored)
+    layers, _, heads, _ = stored.shape
+    table = np.empty((layers, heads), dtype="<u8")
+    _native.table(stored, *stored.shape, table)
+    return table
+
+
+def gather(memory: Bytes, places: Places, slot: Bytes) -> Table:
+    """Fill `slot` with rows of `memory`; returns its checksum table, which is taken on the way.
+
+    `memory` (rows, row_bytes), contiguous; `slot` (layers, pages, heads, head_page_bytes), contiguous; `places`: of the
+    rows that fill it, in its order, any shape. IndexError where one lies outside, ValueError where they do not fill it.
+    """
+    row_bytes = memory.shape[1]
+    if _native is None or not _hashed_natively(slot) or not _moved_natively(memory, slot):
+        slot[...] = memory[_checked(memory, places, slot)].reshape(slot.shape)
+        return table_of_layers(slot)
+    layers, _, heads, _ = slot.shape
+    table = np.empty((layers, heads), dtype="<u8")
+    _native.gather(memory, row_bytes, np.ascontiguousarray(places, dtype=np.int64), slot, *slot.shape, table)
+    return table
+
+
+def scatter(piece: Bytes, table: Table, memory: Bytes, places: Places) -> bool:
+    """Copy `piece` to rows of `memory`, no layer before its checksums were found to be those of `table`.
+
+    False if a layer has others: neither it nor a layer behind it is copied. Arguments and errors as in `gather`.
+    """
+    row_bytes = memory.shape[1]
+    if _native is None or not _hashed_natively(piece) or not _moved_natively(memory, piece):
+        checked = _checked(memory, places, piece)
+        if not np.array_equal(table_of_layers(piece), table):
+            return False
+        memory[checked] = piece.reshape(-1, row_bytes)
+        return True
+    table = np.ascontiguousarray(table, dtype="<u8")
+    where = np.ascontiguousarray(places, dtype=np.int64)
+    return bool(_native.scatter(piece, *piece.shape, table, memory, row_bytes, where) == len(piece))
+
+
+def copy_out(stored: Bytes, slot: Bytes) -> Table:
+    """`gather` where `stored` is an array of the shape of `slot`."""
+    if stored.flags.c_contiguous and stored.shape == slot.shape:
+        layers = stored.reshape(len(stored), -1)
+        return gather(layers, np.arange(len(layers)), slot)
+    slot[...] = stored
+    return table_of_layers(slot)
+
+
+def copy_in(piece: Bytes, table: Table, target: Bytes) -> bool:
+    """`scatter` where `target` is an array of the shape of `piece`."""
+    if target.flags.c_contiguous and target.shape == piece.shape:
+        layers = target.reshape(len(target), -1)
+        return scatter(piece, table, layers, np.arange(len(layers)))
+    if not np.array_equal(table_of_layers(piece), table):
+        return False
+    target[...] = piece
+    return True
+
+
+_STRIPE, _LEAST = 64, 241
+"""The compiled code hashes whole stripes, and no inputs for which XXH3 has ways of their own."""
+
+
+def _hashed_natively(stored: Bytes) -> bool:
+    _, pages, _, size = stored.shape
+    return size % _STRIPE == 0 and pages * size >= _LEAST and stored.size > 0 and stored.flags.c_contiguous
+
+
+def _moved_natively(memory: Bytes, stored: Bytes) -> bool:
+    row_bytes, layer_bytes = memory.shape[1], stored[0].nbytes
+    return row_bytes % _STRIPE == 0 and layer_bytes % row_bytes == 0 and memory.flags.c_contiguous
+
+
+def _checked(memory: Bytes, places: Places, stored: Bytes) -> Places:
+    """The places in one dimension. IndexError and ValueError as in `gather`."""
+    flat = places.reshape(-1)
+    if flat.size * memory.shape[1] != stored.nbytes:
+        raise ValueError(f"{flat.size} rows of {memory.shape[1]} bytes are not {stored.nbytes} bytes")
+    if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < len(memory):
+        raise IndexError(f"rows {flat.min()}..{flat.max()} of {len(memory)}")
+    return flat
+
+
+def _table_by_xxhash(stored: Bytes) -> Table:
     layers, pages, heads, size = stored.shape
-    view = stored.reshape(-1).data
+    view = stored.reshape(-1).data  # contiguous, or a copy that is
     page, row = heads * size, pages * heads * size
     digests = []
     if pages == 1 or heads == 1:  # the pages of a head are one run
@@ -42,7 +145,7 @@ def table_of_layers(stored: Bytes) -> npt.NDArray[np.uint64]:
     return np.array(digests, dtype="<u8").reshape(layers, heads)
 
 
-def table_hash(table: Bytes | npt.NDArray[np.uint64]) -> int:
+def table_hash(table: Bytes | Table) -> int:
     """xxh3-64 of a table's bytes, never 0."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(table).data) or 1
 

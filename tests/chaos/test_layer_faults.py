@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.client import Client, LayersReady, connect
-from kvstore.client import pipeline as pipeline_module
+from kvstore.client import Client, LayersReady, connect, reading
+from kvstore.client.pipeline import Delivery
 from kvstore.metadata import NodeMatch
 from kvstore.metadata.embedded import EmbeddedIndex
 from kvstore.model.layout import Rectangle
@@ -130,7 +131,7 @@ def test_a_byte_that_changed_stops_the_telling_at_its_layer(nodes: list[NodeThre
 
 def test_without_checksums_the_byte_would_be_told(nodes: list[NodeThread], monkeypatch: pytest.MonkeyPatch) -> None:
     flip(nodes[0], 3, 5)
-    monkeypatch.setattr(pipeline_module.Pipeline, "_verified", lambda *_: True)
+    monkeypatch.setattr(reading, "Delivery", partial(Delivery, verify=False))
     follower = Follower(nodes[0].info)
     with pytest.raises(AssertionError, match="layer_start=5"):
         follower.read()

@@ -26,6 +26,7 @@ from kvstore.cli import probes, probes_software
 from kvstore.cli.probes import Probed, State, Subject
 from kvstore.config import NodeSettings
 from kvstore.metrics import serve_metrics
+from kvstore.model import checksum
 from kvstore.node.operators import limits
 from tests.chaos.node_thread import NodeThread
 
@@ -246,6 +247,14 @@ def test_packages(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assert states == {"grpcio": FAIL, "protobuf": OK, "numpy": OK, "xxhash": FAIL, "torch": OK, "nixl": FAIL}
     versions["nixl"] = "1.5.3"
     assert {each.name: each.state for each in probes.run(probes_software.packages, subject)}["nixl"] is OK
+
+
+def test_what_takes_checksums(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "NATIVE", True)
+    assert one(probes_software.compiled, subject).state is OK
+    monkeypatch.setattr(checksum, "NATIVE", False)
+    found = one(probes_software.compiled, subject)
+    assert found.state is WARN and "compiler" in found.remedy
 
 
 def test_ports(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
+from engine_adapter.copy import PagedKv
 from engine_adapter.engine_chunks import BlocksTaken, Endpoint, EngineChunks
 from engine_adapter.plans import GroupChunks, KvGroup
 from kvstore.client.values import gathers_at_once, scatters_at_once
+from kvstore.model import checksum
 from kvstore.model.layout import Dtype, Geometry, PageLayout
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import KeyChain
@@ -41,6 +44,20 @@ class Held:
 
     def scatter(self, index: int, piece: np.ndarray, layer_start: int, head_start: int) -> None:
         self.gather(index, piece, layer_start, head_start)
+
+
+class HeldWithSums(Held):
+    """The same for copies that take or check checksums."""
+
+    def gather_summed(self, index: int, slot: np.ndarray, layer_start: int, head_start: int) -> checksum.Table:
+        self.gather(index, slot, layer_start, head_start)
+        return checksum.table_of_layers(slot)
+
+    def scatter_checked(
+        self, index: int, piece: np.ndarray, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
+        self.gather(index, piece, layer_start, head_start)
+        return True
 
 
 def chunks_of(endpoints: Sequence[Endpoint], blocks: Sequence[int | None]) -> EngineChunks:
@@ -89,6 +106,54 @@ def test_a_copy_that_fails_is_not_waited_for() -> None:
         chunks.gather(0, slot(), 0, 0)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(chunks.close).result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("blocks", [[1, 2, 3, 4], [1, 2, 3]], ids=["whole", "prompts_end"])
+def test_checksums_of_whole_chunks_and_of_parts(blocks: list[int]) -> None:
+    """Where a chunk is there whole its endpoint takes them; pages behind the prompt count as zero."""
+    memory = torch.randint(1, 256, (2, 8, 1, LAYOUT.head_page_bytes), dtype=torch.uint8)
+    keys = KeyChain(GROUP.namespace).keys(range(128))
+    chunks = EngineChunks(
+        GROUP,
+        GroupChunks(keys, (*blocks, *[None] * (4 - len(blocks)))),
+        lambda pages, ids: PagedKv(list(memory), pages, ids),
+    )
+    for index in range(2):
+        filled, summed = slot(), slot()
+        chunks.gather(index, filled, 0, 0)
+        assert np.array_equal(chunks.gather_summed(index, summed, 0, 0), checksum.table_of_layers(filled))
+        assert np.array_equal(summed, filled) and filled[:, 0].all()
+        before = memory.clone()
+        memory.zero_()
+        wrong = filled.copy()
+        wrong[0, 0, 0, 9] ^= 1
+        assert not chunks.scatter_checked(index, wrong, 0, 0, checksum.table_of_layers(filled))
+        assert not memory.any()
+        assert chunks.scatter_checked(index, filled, 0, 0, checksum.table_of_layers(filled))
+        mine = blocks[2 * index : 2 * index + 2]
+        assert torch.equal(memory[:, mine], before[:, mine]) and memory.count_nonzero() == before[:, mine].numel()
+        memory.copy_(before)
+    chunks.close()
+    with pytest.raises(BlocksTaken):
+        chunks.gather_summed(0, slot(), 0, 0)
+    with pytest.raises(BlocksTaken):
+        chunks.scatter_checked(0, filled, 0, 0, checksum.table_of_layers(filled))
+
+
+@pytest.mark.parametrize("verb", ["gather_summed", "scatter_checked"])
+def test_close_waits_for_copies_that_take_checksums(verb: str) -> None:
+    chunks = chunks_of([endpoint := HeldWithSums(2)], [1, 2])
+    arguments = (0, slot(), 0, 0) if verb == "gather_summed" else (0, slot(), 0, 0, checksum.table_of_layers(slot()))
+    with ThreadPoolExecutor(2) as threads:
+        copy = threads.submit(getattr(chunks, verb), *arguments)
+        endpoint.together.wait(DEADLINE_S)
+        closed = threads.submit(chunks.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.05)
+        endpoint.released.set()
+        copy.result(DEADLINE_S)
+        closed.result(DEADLINE_S)
+    assert endpoint.under_way == 0
 
 
 @pytest.mark.parametrize(("part", "expected"), [(True, True), (False, False)])

@@ -5,6 +5,7 @@ import torch
 from engine_adapter.copy import PagedKv
 from kvstore.client.copiers import Copiers
 from kvstore.errors import InvalidRequest, LayoutMismatch
+from kvstore.model import checksum
 
 LAYERS, HEADS, PAGES, CHUNKS, BLOCKS = 3, 4, 2, 5, 16
 POISON = 0xA5
@@ -136,6 +137,45 @@ def test_long_items_as_rows_of_one_layer_or_of_all(head_page_bytes, gaps, joined
     kv.gather(1, back[0, 1:3, :, 1:3], 1, 1)  # some layers and heads
     assert np.array_equal(back[0, 1:3, :, 1:3], pool[1, 1:3, :, 1:3]) and np.array_equal(back[0, 0], pool[0, 0])
     copiers.close()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("head_page_bytes", [64, 1024, 4096, 4096 + 64])
+def test_checksums_are_taken_and_checked_on_the_way(head_page_bytes, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(checksum, "_native", None)
+    storage = torch.full((LAYERS, BLOCKS, HEADS, head_page_bytes), POISON, dtype=torch.uint8)
+    blocks, pool = random_blocks(), pool_bytes(head_page_bytes=head_page_bytes)
+    kv = PagedKv(list(storage), PAGES, blocks)
+    tables = [checksum.table_of_layers(chunk) for chunk in pool]
+    for index in range(CHUNKS):
+        assert kv.scatter_checked(index, pool[index], 0, 0, tables[index])
+    expected = np.full(storage.shape, POISON, dtype=np.uint8)
+    for index, ids in enumerate(blocks):
+        expected[:, ids] = pool[index]
+    assert np.array_equal(storage.numpy(), expected)
+    back = np.full_like(pool, POISON ^ 0xFF)
+    for index in range(CHUNKS):
+        assert np.array_equal(kv.gather_summed(index, back[index], 0, 0), tables[index])
+    assert np.array_equal(back, pool)
+    wrong = pool[1].copy()
+    wrong[1, 0, 2, 5] ^= 1
+    storage.fill_(POISON)
+    assert not kv.scatter_checked(1, wrong, 0, 0, tables[1])
+    assert (storage[1:] == POISON).all(), "no layer from the one that differs on"
+    # some layers and heads of a rank that begins at layer 4 and head 8
+    kv = PagedKv(list(storage), PAGES, blocks, layer_offset=4, head_offset=8)
+    piece = np.ascontiguousarray(pool[2, 1:3, :, 1:3])
+    assert kv.scatter_checked(2, piece, 5, 9, tables[2][1:3, 1:3])
+    assert np.array_equal(storage[1:3, blocks[2], 1:3].numpy(), piece)
+    slot = np.empty_like(piece)
+    assert np.array_equal(kv.gather_summed(2, slot, 5, 9), tables[2][1:3, 1:3]) and np.array_equal(slot, piece)
+    with pytest.raises(LayoutMismatch):
+        kv.scatter_checked(0, pool[0], 5, 8, tables[0])
+    read_only = pool[0].copy()
+    read_only.flags.writeable = False
+    with pytest.raises(InvalidRequest, match="read-only"):
+        kv.gather_summed(0, read_only, 4, 8)
 
 
 def test_one_latent_head_and_one_layer_at_a_time():

@@ -1,0 +1,19 @@
+"""The compiled part of the package; everything else is in pyproject.toml.
+
+Optional: without a C compiler the package installs and works, slower (kvstore/model/checksum.py).
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvstore.model._checksum",
+            ["kvstore/model/_checksum.c"],
+            extra_compile_args=["-O3"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

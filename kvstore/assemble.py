@@ -23,6 +23,7 @@ from kvstore.client import Client
 from kvstore.client.transports import Way
 from kvstore.client.values import Bytes
 from kvstore.config import MetadataSettings, NodeSettings, RouterSettings, Settings
+from kvstore.forks import leave_out_of_children
 from kvstore.metadata.remote import RemoteIndex
 from kvstore.metadata.server import serve_metadata
 from kvstore.model.layout import Geometry, Rectangle
@@ -218,7 +219,7 @@ class EmbeddedHost:
             time.monotonic,
             settings,
         )
-        memory.arena.memory.madvise(mmap.MADV_DONTFORK)  # a child must not write into its parent's slots
+        leave_out_of_children(memory.arena.memory)  # a child must not write into its parent's slots
         self.api: NodeApi = self
         self.arena: Bytes = np.frombuffer(memory.arena.memory, dtype=np.uint8)
         self.writable = True

@@ -2,7 +2,7 @@
 
 The hand-over works only on the node's own host, which is the definition of *local*. The mappings are dropped
 when the node closes the socket; a copy that is under way is waited for first. They are not inherited by forked
-children (MADV_DONTFORK), so that a child can never write into a slot of its parent.
+children (`kvstore.forks`), so that a child can never write into a slot of its parent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from grpc import StatusCode
 
 from kvstore.errors import DeadlineExceeded, ForkedProcess, InvalidRequest, SessionLost, Unreachable
+from kvstore.forks import leave_out_of_children
 from kvstore.model.values import NodeInfo
 from kvstore.node.lookup import CatalogReader
 from kvstore.rpc import handshake, wire
@@ -32,7 +33,6 @@ from kvstore.rpc.v1 import node_pb2
 TOUCH_DELAY_S = 0.05
 RENEW_EVERY_S = 5.0
 TOUCHES_WAITING_LIMIT = 4096
-_MADV_DONTFORK = 10
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MAP_STEP_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class SharedNode:
         catalog = mmap.mmap(catalog_fd, int(str(welcome["catalog_bytes"])), prot=mmap.PROT_READ)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         arena = mmap.mmap(arena_fd, int(str(welcome["arena_bytes"])), prot=protection)
-        arena.madvise(_MADV_DONTFORK)
+        leave_out_of_children(arena)
         self.arena: npt.NDArray[np.uint8] = np.frombuffer(arena, dtype=np.uint8)
         self.reader = CatalogReader(catalog)
         self.touches_dropped = 0

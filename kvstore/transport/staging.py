@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ForkedProcess, InvalidRequest, LimitExceeded
+from kvstore.forks import leave_out_of_children
 
 ALIGNMENT_BYTES: Final = 4096
 """Every block starts at, and is rounded up to, a multiple of this (a destination off the page costs half)."""
@@ -73,7 +74,7 @@ class Staging:
         self.total_bytes = _rounded(total_bytes)
         mapping = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A child must not share pages that a transfer writes: a copy-on-write would move them away under it.
-        mapping.madvise(mmap.MADV_DONTFORK)
+        leave_out_of_children(mapping)
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self._pid = os.getpid()
         self._changed = threading.Condition()

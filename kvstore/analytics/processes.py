@@ -1,8 +1,11 @@
 """Child processes of the demo and the replay: started by console script, talked to in JSON lines, always ended.
 
 A child's first line on stdout is one JSON object that announces it. Its stderr goes to a file in the scratch
-folder, whose end is quoted when the child fails. Children run in sessions of their own, so that Ctrl-C reaches
+folder, whose end is quoted when the child fails. Children run in process groups of their own, so that Ctrl-C reaches
 only this process, which then ends them in reverse order.
+
+Not in sessions of their own: Linux shares the CPU by session (autogroup), and with a session each, ranks of an engine
+that wait by sched_yield kept others off their core for ten seconds [tried, Linux 6.18, 2 cores].
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Child:
                 stderr=log,
                 cwd=folder,
                 env=dict(environment),
-                start_new_session=True,
+                process_group=0,
             )
 
     @property

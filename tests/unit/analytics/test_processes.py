@@ -69,6 +69,14 @@ def test_a_silent_child_runs_into_the_deadline() -> None:
             child.receive(0.05)
 
 
+def test_a_child_has_a_process_group_of_its_own_and_the_session_of_its_parent() -> None:
+    """Ctrl-C does not reach it; the scheduler shares the CPU among sessions, and it is to share with its siblings."""
+    with Children() as children:
+        child = start(children, ECHO)
+        assert os.getpgid(child.pid) == child.pid != os.getpgrp()
+        assert os.getsid(child.pid) == os.getsid(0)
+
+
 def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STOP_DEADLINE_S", 0.1)
     ignoring = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{ECHO}"

@@ -7,26 +7,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-NAMES = {
-    "load_tokens": "Tokens loaded from the pool, counted on each rank and KV group",
-    "load_tokens_remote": "Those of them that came from other nodes",
-    "load_tokens_ssd": "Those of them that a node had on its SSD only",
-    "load_bytes": "Bytes loaded from the pool",
-    "loads_failed": "Loads of which something was missing and was computed",
-    "store_chunks": "Chunks stored in the pool",
-    "store_bytes": "Bytes stored in the pool",
-    "stores_by_layer": "Stores that began with the first layer of their step",
-    "stores_dropped": "Stores that were dropped because too many waited",
-    "stores_given_up": "Stores that were given up because the engine needed the blocks",
-    "stores_without_parent": "Stores of chunks whose prefix neither the engine nor the pool has",
-    "stores_too_late": "Stores that had not begun at their deadline",
-    "looks_asked_again": "Look-ups that had no answer yet",
-    "looks_too_late": "Look-ups of other nodes that did not answer in time",
-    "looks_without_node": "Look-ups without a session with the node",
-    "hits_none": "Look-ups that found nothing to load",
-    "preempted": "Requests that lost their blocks and were looked up again",
-}
-"""Counters with a name of their own; misses and errors are counted by reason."""
+from engine_adapter.counts import BY_REASON, NAMES
 
 
 class PoolStats(KVConnectorStats):  # type: ignore[misc]
@@ -70,11 +51,7 @@ class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             prefix: self._counter_cls(
                 name=f"vllm:kvstore_{name}", documentation=text, labelnames=[*labelnames, "reason"]
             )
-            for prefix, name, text in (
-                ("load_misses_", "load_misses", "Chunks that were found and not delivered, by reason"),
-                ("errors_", "pool_errors", "Calls of the pool that failed, by operation and kind"),
-                ("no_keys_", "requests_without_keys", "Look-ups of requests that may not be stored or loaded"),
-            )
+            for prefix, (name, text) in BY_REASON.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -16,6 +16,7 @@ setup: $(STAMP) ## Make .venv with everything that demo, tests and checks need
 
 $(STAMP): pyproject.toml setup.py $(wildcard kvstore/*/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -f kvstore/model/_checksum*.so
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,torch,nixl]'
 	@touch $(STAMP)

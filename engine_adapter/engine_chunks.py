@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import numpy as np
-
 from engine_adapter.pieces import Bytes
 from engine_adapter.plans import GroupChunks, KvGroup
-from kvstore.client.values import checks_checksums, gathers_at_once, scatters_at_once, takes_checksums
+from kvstore.client.values import gathers_at_once, scatter_checked, scatters_at_once, takes_checksums
 from kvstore.errors import InvalidRequest, KvStoreError
 from kvstore.model import checksum
 
@@ -79,6 +77,7 @@ class EngineChunks:
         self.endpoints = tuple({id(place[0]): place[0] for place in self._places if place is not None}.values())
         self.gathers_at_once = all(map(gathers_at_once, self.endpoints))
         self.scatters_at_once = all(map(scatters_at_once, self.endpoints))
+        self.sums_on_the_way = all(map(takes_checksums, self.endpoints))
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -106,12 +105,12 @@ class EngineChunks:
     ) -> bool:
         """See Checking."""
         with self._copying(index) as (endpoint, place, start, stop):
-            if not start and stop == piece.shape[1] and checks_checksums(endpoint):
-                return endpoint.scatter_checked(place, piece, layer_start, head_start, table)
-        if not np.array_equal(checksum.table_of_layers(piece), table):
-            return False
-        self.scatter(index, piece, layer_start, head_start)
-        return True
+            if not start and stop == piece.shape[1]:
+                return scatter_checked(endpoint, place, piece, layer_start, head_start, table)
+            if not checksum.matches(piece, table):
+                return False
+            endpoint.scatter(place, piece[:, start:stop], layer_start, head_start)
+            return True
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         """See Source. Pages behind the prompt become zero; InvalidRequest where pages before the first one lack."""
@@ -124,7 +123,7 @@ class EngineChunks:
     def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
         """See Summing."""
         with self._copying(index) as (endpoint, place, start, stop):
-            if not start and stop == slot.shape[1] and takes_checksums(endpoint):
+            if not start and stop == slot.shape[1] and takes_checksums(endpoint):  # else one after the other
                 return endpoint.gather_summed(place, slot, layer_start, head_start)
         self.gather(index, slot, layer_start, head_start)
         return checksum.table_of_layers(slot)

@@ -63,7 +63,7 @@ def compiled(_: Subject) -> Iterator[Probed]:
     if checksum.NATIVE:
         yield Probed("checksums", State.OK, "compiled")
     else:
-        advice = "install a C compiler and Python's headers, then this package again"
+        advice = "install a C compiler and Python's headers, then pip install --force-reinstall --no-cache-dir kvstore"
         yield Probed("checksums", State.WARN, "in Python: right, but writes and remote reads are slower", advice)
 
 

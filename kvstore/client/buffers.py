@@ -21,6 +21,7 @@ class ChunkArray:
     def __init__(self, array: Bytes, rectangle: Rectangle) -> None:
         self._array = array
         self._layer, self._head = rectangle.layer_start, rectangle.head_start
+        self.sums_on_the_way = checksum.hashed_natively(array[0]) if len(array) else False
 
     def _at(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> Bytes:
         layer, head = layer_start - self._layer, head_start - self._head

@@ -28,8 +28,9 @@ from types import TracebackType
 
 from kvstore.client.nodes import Nodes
 from kvstore.client.reading import Reading
-from kvstore.client.values import Bytes, Destination, ReadResult, scatters_at_once
+from kvstore.client.values import Bytes, Destination, ReadResult, scatter_checked, scatters_at_once
 from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.model import checksum
 from kvstore.model.layout import PageLayout, Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -201,12 +202,25 @@ class _Read:
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination."""
+        with self._write():
+            self._destination.scatter(index, piece, layer_start, head_start)
+
+    def scatter_checked(
+        self, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
+        """See Checking."""
+        with self._write():
+            return scatter_checked(self._destination, index, piece, layer_start, head_start, table)
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[None]:
+        """While a piece is written. Raises _Closed after `close`."""
         with self._writing:
             if not self._open:
                 raise _Closed
             self._writers += 1
         try:
-            self._destination.scatter(index, piece, layer_start, head_start)
+            yield
         finally:
             with self._writing:
                 self._writers -= 1

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.client.values import Bytes, Destination, checks_checksums, synchronize
+from kvstore.client.values import Bytes, Destination, scatter_checked, synchronize
 from kvstore.model import checksum
 from kvstore.model.fetch import FetchPlan, plan_fetch
 from kvstore.model.layout import Rectangle
@@ -337,9 +337,9 @@ class Pipeline:
             table = self._table(piece, held[plan.table_offset :])
             if table is None:
                 return False
-            if pages.shape == payload.shape and checks_checksums(destination):
-                return destination.scatter_checked(index, pages, common.layer_start, common.head_start, table)
-            if not np.array_equal(checksum.table_of_layers(payload), table):
+            if pages.shape == payload.shape:
+                return scatter_checked(destination, index, pages, common.layer_start, common.head_start, table)
+            if not checksum.matches(payload, table):
                 return False
         destination.scatter(index, pages, common.layer_start, common.head_start)
         return True

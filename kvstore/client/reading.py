@@ -17,8 +17,17 @@ from kvstore.client.local import LocalRead, read_local
 from kvstore.client.nodes import Nodes
 from kvstore.client.pipeline import Delivery
 from kvstore.client.remote import RemoteRead, read_remote
-from kvstore.client.values import Bytes, Destination, ReadResult, is_asynchronous, scatters_at_once, synchronize
+from kvstore.client.values import (
+    Bytes,
+    Destination,
+    ReadResult,
+    is_asynchronous,
+    scatter_checked,
+    scatters_at_once,
+    synchronize,
+)
 from kvstore.errors import DeadlineExceeded, KvStoreError
+from kvstore.model import checksum
 from kvstore.model.layout import Rectangle
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
@@ -310,6 +319,12 @@ class _Shifted:
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination."""
         self._destination.scatter(self._by + index, piece, layer_start, head_start)
+
+    def scatter_checked(
+        self, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
+        """See Checking."""
+        return scatter_checked(self._destination, self._by + index, piece, layer_start, head_start, table)
 
     def launch(self) -> None:
         """See Asynchronous."""

@@ -2,9 +2,9 @@
 
 Of each stored shard only what is wanted is fetched (`kvstore/model/fetch.py`): all layers at once, or group by group.
 
-Nothing lands in the caller's memory before its fence and checksums have passed. A larger read streams through
-staging batch by batch. The checksum table travels with its payload and is believed only if it matches the hash
-of the catalog entry, which came by Acquire.
+Nothing lands in the caller's memory before its fence and the checksums of its layer have passed; what lies there of a
+chunk that is missed is undefined. A larger read streams through staging batch by batch. The checksum table travels with
+its payload and is believed only if it matches the hash of the catalog entry, which came by Acquire.
 """
 
 from __future__ import annotations

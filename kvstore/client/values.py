@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeGuard
+from functools import cache
+from typing import Protocol, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.checksum import NATIVE, Table
+from kvstore.model import checksum
 from kvstore.model.values import MissReason, Outcome
 
 Bytes = npt.NDArray[np.uint8]
@@ -104,16 +105,21 @@ class Source(Protocol):
 
 
 class Summing(Protocol):
-    """What a Source has besides, if it takes checksums while it copies: each byte is then read once."""
+    """What a Source has besides, if it takes checksums while it copies. Who overrides one verb overrides both."""
 
-    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> Table:
+    sums_on_the_way: bool
+    """True if each byte is read once then; if not, the verb is not used."""
+
+    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
         """As `gather`; returns `kvstore.model.checksum.table_of_layers` of what it put into `slot`."""
 
 
 class Checking(Protocol):
-    """What a Destination has besides, if it checks checksums while it copies."""
+    """What a Destination has besides, if it checks checksums while it copies. Who overrides one verb overrides both."""
 
-    def scatter_checked(self, index: int, piece: Bytes, layer_start: int, head_start: int, table: Table) -> bool:
+    def scatter_checked(
+        self, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+    ) -> bool:
         """As `scatter`, but no layer before its checksums were found to be those of `table` (layers, heads).
 
         False if a layer has others: neither it nor a layer behind it is copied.
@@ -132,12 +138,38 @@ def gathers_at_once(source: Source) -> bool:
 
 def takes_checksums(source: Source) -> TypeGuard[Summing]:
     """True if it takes checksums while it copies, and that is faster than one after the other."""
-    return NATIVE and hasattr(source, "gather_summed")
+    return (
+        checksum.NATIVE
+        and getattr(source, "sums_on_the_way", False) is True
+        and _defined_together(type(source), "gather", "gather_summed")
+        and "gather" not in getattr(source, "__dict__", ())
+    )
 
 
-def checks_checksums(destination: Destination) -> TypeGuard[Checking]:
-    """True if it checks checksums while it copies, and that is faster than one after the other."""
-    return NATIVE and hasattr(destination, "scatter_checked")
+def scatter_checked(
+    destination: Destination, index: int, piece: Bytes, layer_start: int, head_start: int, table: checksum.Table
+) -> bool:
+    """`Checking.scatter_checked`, of the destination's own where it has one."""
+    if (
+        checksum.NATIVE
+        and _defined_together(type(destination), "scatter", "scatter_checked")
+        and "scatter" not in getattr(destination, "__dict__", ())
+    ):
+        return cast(Checking, destination).scatter_checked(index, piece, layer_start, head_start, table)
+    if not checksum.matches(piece, table):
+        return False
+    destination.scatter(index, piece, layer_start, head_start)
+    return True
+
+
+@cache
+def _defined_together(kind: type, *verbs: str) -> bool:
+    """True if the class that defines the one verb for `kind` defines the other too.
+
+    A subclass that overrides only one of them means it for both: the other would go past it.
+    """
+    nearest = next((each for each in kind.__mro__ if any(verb in vars(each) for verb in verbs)), object)
+    return all(verb in vars(nearest) for verb in verbs)
 
 
 class Asynchronous(Protocol):

@@ -35,8 +35,10 @@ from kvstore.node import CommitAnswer, ReserveAnswer
 
 UNIT_BYTES = 4096
 CACHE_BYTES = 1 << 20
-"""What is copied before its checksums are taken, as much as a common second-level cache holds. Two threads that copy
-change places here, since taking checksums keeps the interpreter's lock: with half of it they win nothing."""
+"""What is copied before its checksums are taken, as much as a common second-level cache holds. With half of it two
+threads that copy win nothing: they change places here."""
+SUMMED_BYTES = 8 << 20
+"""What a source copies in one call that takes checksums on the way: whoever ends its copies waits for that long."""
 _ROUNDS = 3
 """Second looks at keys in progress; what is still in progress then is left to its writer."""
 _ABORT_S = 1.0
@@ -169,16 +171,15 @@ class PendingWrite:
 
     def _copy_and_sum(self, index: int, pages: Bytes, layer_start: int, source: Source, state: _Filled) -> None:
         """Where the source does not take the checksums, take them piece by piece, still in the core's own cache."""
-        if takes_checksums(source):
-            self._note_sums(
-                state, source.gather_summed(index, pages, layer_start, self.rectangle.head_start), layer_start
-            )
-            return
-        step = max(1, CACHE_BYTES // pages[0].nbytes)
+        summing = source if takes_checksums(source) else None
+        step = max(1, (CACHE_BYTES if summing is None else SUMMED_BYTES) // pages[0].nbytes)
         for start in range(0, len(pages), step):
             piece, layer = pages[start : start + step], layer_start + start
-            source.gather(index, piece, layer, self.rectangle.head_start)
-            self._sum(state, piece, layer)
+            if summing is None:
+                source.gather(index, piece, layer, self.rectangle.head_start)
+                self._sum(state, piece, layer)
+            else:
+                self._note_sums(state, summing.gather_summed(index, piece, layer, self.rectangle.head_start), layer)
 
     def _sum(self, state: _Filled, pages: Bytes, layer_start: int) -> None:
         """Take the checksums of these layers (layers, pages, heads, head_page_bytes) of a chunk."""

@@ -4,11 +4,14 @@
    head's pages in page order. Public specification: xxHash 0.8, "XXH3 algorithm overview", the path of inputs above
    240 bytes; shorter ones and head pages that are no multiple of 64 bytes stay in Python.
 
-   `gather` reads each byte once: it is hashed from the register that is stored. `scatter` hashes a layer and copies it
+   `gather` reads each byte once: where the CPU has the vectors, it is hashed from the register that is stored, else from
+   the slot. `scatter` hashes a layer and copies it
    only then, while it is still in the core's own cache. Both store past the caches, since a slot is read next by
    somebody else and pages by other cores; that saves reading the lines that are overwritten. */
 
+#if !defined(Py_GIL_DISABLED)
 #define Py_LIMITED_API 0x030B0000
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -80,7 +83,7 @@ static inline uint64_t load(const byte *at)
 
 static inline uint64_t fold(uint64_t a, uint64_t b)
 {
-    const unsigned __int128 product = (unsigned __int128)a * b;
+    __extension__ const unsigned __int128 product = (unsigned __int128)a * b;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
@@ -101,11 +104,10 @@ static void add_stripes_anywhere(uint64_t state[8], byte *out, const byte *in, s
                                  size_t scrambled)
 {
     for (const size_t stop = at + count; at < stop; at++, in += STRIPE) {
-        add_stripe(state, in, SECRET_BYTES + 8 * (at % BLOCK));
-        if (out != NULL) {
+        if (out != NULL)
             memcpy(out, in, STRIPE);
-            out += STRIPE;
-        }
+        add_stripe(state, out != NULL ? out : in, SECRET_BYTES + 8 * (at % BLOCK));
+        out = out != NULL ? out + STRIPE : NULL;
         if (at % BLOCK == BLOCK - 1 && at < scrambled)
             for (int lane = 0; lane < 8; lane++) {
                 const uint64_t key = load(SECRET_BYTES + SECRET - STRIPE + 8 * lane);
@@ -180,7 +182,7 @@ AVX2 static void copy_avx2(byte *out, const byte *in, size_t bytes)
 
 #define STORES_ENDED() _mm_sfence()
 #else
-#define STORES_ENDED()
+#define STORES_ENDED() ((void)0)
 #endif
 
 /* Copies whole stripes. */
@@ -223,9 +225,10 @@ static uint64_t digest(const Rows *rows, byte *slot, size_t offset, const Shape 
             count = bytes / STRIPE;
             if (at + count > last) { /* the last stripe has a key of its own */
                 add_stripes(state, out, in, --count, at, scrambled);
-                add_stripe(state, in + STRIPE * count, SECRET_BYTES + SECRET - STRIPE - 7);
+                in += STRIPE * count;
                 if (out != NULL)
-                    memcpy(out + STRIPE * count, in + STRIPE * count, STRIPE);
+                    in = memcpy(out + STRIPE * count, in, STRIPE);
+                add_stripe(state, in, SECRET_BYTES + SECRET - STRIPE - 7);
             } else
                 add_stripes(state, out, in, count, at, scrambled);
             at += count;

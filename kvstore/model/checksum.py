@@ -40,7 +40,7 @@ def table_of(payload: Bytes, layout: PageLayout, rectangle: Rectangle) -> Table:
 
 def table_of_layers(stored: Bytes) -> Table:
     """Checksum table (layers, heads) of contiguous layers (uint8, (layers, pages, heads, head_page_bytes))."""
-    if _native is None or not _hashed_natively(stored):
+    if _native is None or not hashed_natively(stored):
         return _table_by_xxhash(stored)
     layers, _, heads, _ = stored.shape
     table = np.empty((layers, heads), dtype="<u8")
@@ -55,8 +55,12 @@ def gather(memory: Bytes, places: Places, slot: Bytes) -> Table:
     rows that fill it, in its order, any shape. IndexError where one lies outside, ValueError where they do not fill it.
     """
     row_bytes = memory.shape[1]
-    if _native is None or not _hashed_natively(slot) or not _moved_natively(memory, slot):
-        slot[...] = memory[_checked(memory, places, slot)].reshape(slot.shape)
+    if _native is None or not hashed_natively(slot) or not _in_rows(memory, slot):
+        checked = _checked(memory, places, slot)
+        if slot.flags.c_contiguous:
+            memory.take(checked, axis=0, out=slot.reshape(-1, row_bytes), mode="clip")  # the default buffers `out`
+        else:
+            slot[...] = memory[checked].reshape(slot.shape)
         return table_of_layers(slot)
     layers, _, heads, _ = slot.shape
     table = np.empty((layers, heads), dtype="<u8")
@@ -70,12 +74,14 @@ def scatter(piece: Bytes, table: Table, memory: Bytes, places: Places) -> bool:
     False if a layer has others: neither it nor a layer behind it is copied. Arguments and errors as in `gather`.
     """
     row_bytes = memory.shape[1]
-    if _native is None or not _hashed_natively(piece) or not _moved_natively(memory, piece):
+    if _native is None or not hashed_natively(piece) or not _in_rows(memory, piece):
         checked = _checked(memory, places, piece)
-        if not np.array_equal(table_of_layers(piece), table):
+        if not matches(piece, table):
             return False
         memory[checked] = piece.reshape(-1, row_bytes)
         return True
+    if table.shape != (piece.shape[0], piece.shape[2]):
+        return False
     table = np.ascontiguousarray(table, dtype="<u8")
     where = np.ascontiguousarray(places, dtype=np.int64)
     return bool(_native.scatter(piece, *piece.shape, table, memory, row_bytes, where) == len(piece))
@@ -83,7 +89,7 @@ def scatter(piece: Bytes, table: Table, memory: Bytes, places: Places) -> bool:
 
 def copy_out(stored: Bytes, slot: Bytes) -> Table:
     """`gather` where `stored` is an array of the shape of `slot`."""
-    if stored.flags.c_contiguous and stored.shape == slot.shape:
+    if stored.flags.c_contiguous and stored.shape == slot.shape and hashed_natively(slot):
         layers = stored.reshape(len(stored), -1)
         return gather(layers, np.arange(len(layers)), slot)
     slot[...] = stored
@@ -92,27 +98,38 @@ def copy_out(stored: Bytes, slot: Bytes) -> Table:
 
 def copy_in(piece: Bytes, table: Table, target: Bytes) -> bool:
     """`scatter` where `target` is an array of the shape of `piece`."""
-    if target.flags.c_contiguous and target.shape == piece.shape:
+    if target.flags.c_contiguous and target.shape == piece.shape and hashed_natively(piece):
         layers = target.reshape(len(target), -1)
         return scatter(piece, table, layers, np.arange(len(layers)))
-    if not np.array_equal(table_of_layers(piece), table):
+    if not matches(piece, table):
         return False
     target[...] = piece
     return True
+
+
+def matches(piece: Bytes, table: Table) -> bool:
+    """True if these layers have these checksums."""
+    return np.array_equal(table_of_layers(piece), table)
 
 
 _STRIPE, _LEAST = 64, 241
 """The compiled code hashes whole stripes, and no inputs for which XXH3 has ways of their own."""
 
 
-def _hashed_natively(stored: Bytes) -> bool:
+def hashed_natively(stored: Bytes) -> bool:
+    """True if the compiled code, where it is there, hashes such layers: contiguous, of whole stripes, not tiny."""
     _, pages, _, size = stored.shape
     return size % _STRIPE == 0 and pages * size >= _LEAST and stored.size > 0 and stored.flags.c_contiguous
 
 
-def _moved_natively(memory: Bytes, stored: Bytes) -> bool:
+def moved_natively(row_bytes: int) -> bool:
+    """True if the compiled code, where it is there, moves rows of this length."""
+    return row_bytes % _STRIPE == 0
+
+
+def _in_rows(memory: Bytes, stored: Bytes) -> bool:
     row_bytes, layer_bytes = memory.shape[1], stored[0].nbytes
-    return row_bytes % _STRIPE == 0 and layer_bytes % row_bytes == 0 and memory.flags.c_contiguous
+    return moved_natively(row_bytes) and layer_bytes % row_bytes == 0 and memory.flags.c_contiguous
 
 
 def _checked(memory: Bytes, places: Places, stored: Bytes) -> Places:

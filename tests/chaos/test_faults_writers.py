@@ -12,7 +12,6 @@ import pytest
 from kvstore.client import Cache, Client, connect
 from kvstore.client.buffers import ChunkArray
 from kvstore.client.values import Bytes
-from kvstore.model import checksum
 from kvstore.model.values import Outcome
 from kvstore.node.reservations import Reservations
 from tests.chaos.node_thread import NodeThread
@@ -210,10 +209,6 @@ def test_d11_a_herd_copies_each_chunk_once(large_node: NodeThread) -> None:
             with lock:
                 copied[0] += slot.nbytes
             super().gather(index, slot, layer_start, head_start)
-
-        def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
-            self.gather(index, slot, layer_start, head_start)
-            return checksum.table_of_layers(slot)
 
     clients = [client_of(large_node) for _ in range(32)]
     caches = [client.bind(namespace()) for client in clients]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from tests.chaos.node_thread import NodeThread
+
 MEMORY = {
+    "session": "from kvstore.client import connect\nheld = connect(sys.argv[1])\narray = held.host().arena",
     "staging": "from kvstore.transport.staging import Staging\nheld = Staging(SIZE)\narray = held.memory",
     "embedded": "import kvstore\nheld = kvstore.open_local(SIZE)\narray = held.host().arena",
 }
@@ -28,9 +33,24 @@ sys.exit(os.waitstatus_to_exitcode(status) & 0xFF)
 """
 
 
-def run(memory: str, inside: str, before: str = "", first: str = "") -> subprocess.CompletedProcess[str]:
-    script = first + CHILD.format(memory=MEMORY[memory], before=before, inside=inside.replace("\n", "\n    "))
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """(kind of memory, what the child does, what its parent does before the fork, and at its start) -> the end."""
+    with ExitStack() as stack:
+        node: list[NodeThread] = []
+
+        def run(memory: str, inside: str, before: str = "", first: str = "") -> subprocess.CompletedProcess[str]:
+            if memory == "session" and not node:
+                node.append(NodeThread(tmp_path_factory.mktemp("node"), dram_bytes=64 << 20))
+                stack.callback(node[0].stop)
+            script = first + CHILD.format(memory=MEMORY[memory], before=before, inside=inside.replace("\n", "\n    "))
+            words = [sys.executable, "-c", script, *(each.info.socket_path for each in node)]
+            return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+        yield run
 
 
 TAKES_THE_HOLE = """
@@ -55,13 +75,13 @@ sys.exit(0)  # with the interpreter's clean-up
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-def test_b14_what_a_child_maps_outlives_what_its_parent_had(memory: str) -> None:
+def test_b14_what_a_child_maps_outlives_what_its_parent_had(run: Run, memory: str) -> None:
     done = run(memory, MAPS_AND_LETS_GO)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-def test_b14_where_something_lies_in_the_hole_already_the_child_keeps_the_mapping(memory: str) -> None:
+def test_b14_where_something_lies_in_the_hole_already_the_child_keeps_the_mapping(run: Run, memory: str) -> None:
     inside = """
 assert place == [address]
 array = held = None
@@ -73,13 +93,30 @@ sys.exit(0)
     assert done.returncode == 0, done.stderr
 
 
+def test_b14_what_is_left_of_a_hole_is_closed(run: Run) -> None:
+    """A page of somebody else lies in the middle of it: what the child maps later lies nowhere in it."""
+    inside = """
+assert place == [address + (size >> 1)]
+mine = [mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(400)]
+places = [np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mine]
+assert not [each for each in places if address <= each < address + size]
+array = held = None
+gc.collect()
+ctypes.memset(place[0], 1, 4096)
+sys.exit(0)
+"""
+    first = TAKES_THE_HOLE.replace("address, size, 3", "address + (size >> 1), 4096, 3") + "import numpy as np\n"
+    done = run("staging", inside, first=first)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("memory", MEMORY)
-def test_a_child_cannot_touch_what_was_left_out(memory: str) -> None:
+def test_a_child_cannot_touch_what_was_left_out(run: Run, memory: str) -> None:
     done = run(memory, "array[0] = 8\nsys.exit(0)")
     assert done.returncode == -signal.SIGSEGV & 0xFF
 
 
-def test_the_first_test_can_fail() -> None:
+def test_the_first_test_can_fail(run: Run) -> None:
     """With the hole left open the child's own memory is unmapped."""
     done = run("staging", MAPS_AND_LETS_GO, before="import kvstore.forks\nkvstore.forks._LEFT_OUT.clear()")
     assert done.returncode == -signal.SIGSEGV & 0xFF

@@ -16,7 +16,6 @@ from kvstore.client import Cache, Client, connect, copiers
 from kvstore.client.buffers import ChunkArray
 from kvstore.client.copiers import Copiers
 from kvstore.errors import ConfigurationError
-from kvstore.model import checksum
 from kvstore.model.prefix import Keys
 from kvstore.model.values import MissReason, Outcome
 from kvstore.node.lookup import CatalogReader, Found
@@ -242,10 +241,6 @@ class Endpoint(ChunkArray):
 
     def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
         self.together.piece(lambda: super(Endpoint, self).gather(index, slot, layer_start, head_start))
-
-    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
-        self.gather(index, slot, layer_start, head_start)
-        return checksum.table_of_layers(slot)
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ import pytest
 from kvstore.client import Cache, Client, writing
 from kvstore.client.buffers import ChunkArray
 from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.model import checksum
 from kvstore.model.layout import Geometry
 from kvstore.model.values import Outcome
 from kvstore.node import RESERVATION_LIFETIME_MS
 from tests.unit.client.fake_host import BreakableHost
-from tests.unit.client.pages import LAYOUT, namespace, pages_of, poisoned, prompt
+from tests.unit.client.pages import LAYOUT, Bytes, namespace, pages_of, poisoned, prompt
 
 
 @dataclass
@@ -104,6 +105,48 @@ def test_a_source_that_fails_gives_everything_back(pool: Pool) -> None:
     with pytest.raises(RuntimeError, match="no such block"):
         pool.cache.write(keys, Broken())
     assert pool.idle() and pool.read(1, 4) == 0
+
+
+class Overrides(ChunkArray):
+    """Stores other bytes than those of its array."""
+
+    def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
+        super().gather(index, slot, layer_start, head_start)
+        slot ^= 0xFF
+
+
+class TakesChecksums(ChunkArray):
+    """Notes how many layers each call asks for."""
+
+    def __init__(self, pages: Bytes) -> None:
+        super().__init__(pages, LAYOUT.whole)
+        self.layers: list[int] = []
+
+    def gather(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> None:
+        raise AssertionError("the checksums are taken on the way")
+
+    def gather_summed(self, index: int, slot: Bytes, layer_start: int, head_start: int) -> checksum.Table:
+        self.layers.append(len(slot))
+        return super().gather_summed(index, slot, layer_start, head_start)
+
+
+def test_what_overrides_gather_alone_is_called(pool: Pool) -> None:
+    """What its class inherits for copies with checksums would go past it."""
+    keys = pool.cache.keys(prompt(1, 48))
+    assert pool.cache.write(keys, Overrides(pages_of(keys), LAYOUT.whole)).stored == 3
+    found = poisoned(pool.cache, 3)
+    assert pool.cache.read(keys, found).chunks == 3
+    assert np.array_equal(found, pages_of(keys) ^ 0xFF)
+
+
+@pytest.mark.skipif(not checksum.NATIVE, reason="built without a C compiler")
+def test_checksums_on_the_way_are_taken_a_few_layers_a_call(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the end of a source's copies waits for one call."""
+    monkeypatch.setattr(writing, "SUMMED_BYTES", 3 * LAYOUT.chunk_bytes // LAYOUT.layers)
+    source = TakesChecksums(pages_of(pool.cache.keys(prompt(1, 48))))
+    assert pool.cache.write(pool.cache.keys(prompt(1, 48)), source).stored == 3
+    assert source.layers == [3, 1] * 3
+    assert pool.read(1, 3) == 3
 
 
 def test_a_node_that_answers_too_late_leaves_nothing_reserved(pool: Pool) -> None:

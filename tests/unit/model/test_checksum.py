@@ -138,7 +138,8 @@ def test_nothing_is_copied_from_the_first_layer_on_that_differs(bad: int) -> Non
         assert (target[bad:] == POISON).all(), "what is not what was stored is never handed on"
     wrong = table.copy()
     wrong[bad, 3] ^= 1
-    assert not checksum.copy_in(stored, wrong, np.empty_like(stored))
+    for other in (wrong, table.reshape(4, 3), table[:2], table.reshape(-1)):
+        assert not checksum.copy_in(stored, other, np.empty_like(stored))
 
 
 @both
@@ -190,6 +191,43 @@ def test_the_compiled_code_checks_what_it_is_told() -> None:
     with pytest.raises((TypeError, BufferError)):
         _checksum.gather(memory, 512, places, read_only, 2, 1, 1, 512, table)
     assert _checksum.scatter(read_only, 2, 1, 1, 512, table, memory, 512, places) == 0
+
+
+@pytest.mark.skipif(not checksum.NATIVE, reason="built without a C compiler")
+@pytest.mark.parametrize("call", ["table", "gather", "scatter"])
+def test_other_threads_run_meanwhile(call: str) -> None:
+    """Nothing else gives the interpreter's lock up here: with this interval nobody asks for it."""
+    stored = stored_bytes((64, 1, 1, 1 << 20))
+    table = checksum.table_of_layers(stored)
+    slot, go, ticks = np.zeros_like(stored), threading.Event(), [0]
+    calls = {
+        "table": lambda: checksum.table_of_layers(stored),
+        "gather": lambda: checksum.copy_out(stored, slot),
+        "scatter": lambda: checksum.copy_in(stored, table, slot),
+    }
+
+    def tick() -> None:
+        while not go.wait(0.0005):
+            ticks[0] += 1
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        sys.setswitchinterval(1000)
+        start = ticks[0]
+        while ticks[0] < start + 2:  # now it waits with this interval
+            go.wait(0.001)
+        before = ticks[0]
+        for _ in range(100):
+            calls[call]()
+            if (after := ticks[0]) > before:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        go.set()
+        thread.join()
+    assert after > before
 
 
 def test_several_threads_at_a_time() -> None:

@@ -197,13 +197,15 @@ def test_the_compiled_code_checks_what_it_is_told() -> None:
 @pytest.mark.parametrize("call", ["table", "gather", "scatter"])
 def test_other_threads_run_meanwhile(call: str) -> None:
     """Nothing else gives the interpreter's lock up here: with this interval nobody asks for it."""
+    from kvstore.model import _checksum
+
     stored = stored_bytes((64, 1, 1, 1 << 20))
-    table = checksum.table_of_layers(stored)
-    slot, go, ticks = np.zeros_like(stored), threading.Event(), [0]
+    table, rows, places = checksum.table_of_layers(stored), stored.reshape(64, -1), np.arange(64)
+    slot, go, ticks = np.zeros_like(rows), threading.Event(), [0]
     calls = {
-        "table": lambda: checksum.table_of_layers(stored),
-        "gather": lambda: checksum.copy_out(stored, slot),
-        "scatter": lambda: checksum.copy_in(stored, table, slot),
+        "table": lambda: _checksum.table(stored, *stored.shape, table),
+        "gather": lambda: _checksum.gather(rows, 1 << 20, places, slot, *stored.shape, table),
+        "scatter": lambda: _checksum.scatter(stored, *stored.shape, table, slot, 1 << 20, places),
     }
 
     def tick() -> None:

@@ -1,7 +1,8 @@
 """The threads that copy pages for a client: the pieces of one batch are shared among the caller and a few helpers.
 
 One core moves less than the memory can (10 against 15 GB/s on a machine of two cores), and takes checksums in the same
-time. numpy and xxhash give the interpreter's lock up during each larger piece of work, so threads are enough.
+time. numpy and `kvstore.model.checksum` give the interpreter's lock up during each larger piece of work, so threads are
+enough.
 
 Invariant: when `each` returns or raises, no call of `work` is under way, whoever makes it. So what was copied may be
 looked at again, committed or handed on, and memory may be given back. Pieces are handed out in order, and no later one

@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 class Scattered:
     """Source and destination of chunks that lie in a list of pieces."""
 
-    scatters_at_once = gathers_at_once = True
+    scatters_at_once = gathers_at_once = sums_on_the_way = True
 
     def __init__(self, pieces: Sequence[npt.NDArray[np.uint8]], shape: tuple[int, ...]) -> None:
         self._pieces = [piece.reshape(shape) for piece in pieces]

@@ -182,12 +182,14 @@ class Cache:
         result = self.read(head, pages, deadline_s=deadline_s)
         stored = self.write(keys.slice(0, result.chunks), pages[: result.chunks], deadline_s=deadline_s)
         visible = stored.visible
+        is_written = visible < result.chunks and stored.outcomes[visible] is Outcome.IN_PROGRESS
+        missing = MissReason.IN_PROGRESS if is_written else MissReason.ABSENT
         return ReadResult(
             visible,
             keys.tokens_of_first(visible),
             result.local_chunks,
             result.remote_chunks,
-            result.reason if visible == len(keys) or result.reason else MissReason.ABSENT,
+            result.reason if visible == len(keys) or result.reason else missing,
             result.bytes_by_path,
         )
 

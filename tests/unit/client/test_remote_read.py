@@ -199,6 +199,23 @@ def test_many_prefetches_at_once_end(node: NodeThread, writer: Cache, tmp_path: 
     near.stop()
 
 
+def test_a_prefetch_says_that_another_one_is_storing_what_it_brings(
+    node: NodeThread, writer: Cache, tmp_path: Path
+) -> None:
+    """It is not absent: the own node has it as soon as that writer is done."""
+    near, keys = NodeThread(tmp_path, node_id="near"), stored(writer)
+    with connect(near.info.socket_path) as other, connect(near.info.socket_path) as client:
+        client._index = AlwaysThere(infos=[node.info])
+        cache, theirs = client.bind(namespace()), other.bind(namespace())
+        theirs.write(keys.slice(0, 2), pages_of(keys.slice(0, 2)))
+        with theirs.begin_write(keys) as pending:
+            result = cache.prefetch(keys).result(20.0)
+            assert (result.chunks, result.reason) == (2, MissReason.IN_PROGRESS)
+            pending.abort()
+        assert cache.prefetch(keys).result(20.0).chunks == 6
+    near.stop()
+
+
 def test_readers_share_one_staging(node: NodeThread, writer: Cache) -> None:
     keys = stored(writer, 12)
     with reader_of(node.info, staging=64 << 10) as client:

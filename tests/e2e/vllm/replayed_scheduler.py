@@ -16,6 +16,7 @@ import json
 import logging
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -202,6 +203,8 @@ class Engine:
 
     def step(self, requests: dict[str, Request]) -> tuple[Any, ModelRunnerOutput]:
         """Schedule and compute one step."""
+        if not self.overlapping and self.scheduler.running and self.rng.random() < 0.05:
+            self._preempt()
         output = self.scheduler.schedule()
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         starts = {each.req_id: each.num_computed_tokens for each in new}
@@ -214,6 +217,13 @@ class Engine:
         self.half.book.check()
         self.go()
         return output, self._execute(output, parts)
+
+    def _preempt(self) -> None:
+        """As the scheduler does where it has no block left."""
+        request = self.scheduler.running.pop()
+        self.scheduler._preempt_request(request, time.monotonic())
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.counts["preempted_by_chance"] += 1
 
     def go(self, likely: float = 0.4) -> None:
         """Let some stores and loads end."""

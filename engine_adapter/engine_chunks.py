@@ -74,6 +74,9 @@ class EngineChunks:
                 self._places.append((some, 0, start * self._pages_per_block, stop * self._pages_per_block))
             else:
                 self._places.append(None)
+        self.first_whole = 1 + max((i for i, at in enumerate(self._places) if at is None or at[2]), default=-1)
+        """Chunks before it have no block here, or not all that belong to them; from it on none is missing at its start.
+        What a writer cannot fill it must not reserve."""
         self.endpoints = tuple({id(place[0]): place[0] for place in self._places if place is not None}.values())
         self.gathers_at_once = all(map(gathers_at_once, self.endpoints))
         self.scatters_at_once = all(map(scatters_at_once, self.endpoints))
@@ -82,18 +85,6 @@ class EngineChunks:
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self._places)
-
-    @property
-    def first_whole(self) -> int:
-        """Chunks before it have no block here, or not all that belong to them; from it on none is missing at its start.
-
-        What a writer cannot fill it must not reserve.
-        """
-        first = 0
-        for index, place in enumerate(self._places):
-            if place is None or place[2]:
-                first = index + 1
-        return first
 
     def scatter(self, index: int, piece: Bytes, layer_start: int, head_start: int) -> None:
         """See Destination. Pages without a block are left out."""

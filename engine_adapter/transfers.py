@@ -2,7 +2,8 @@
 
     let_go      before blocks get new content: stores that read them end, or are given up at the next piece
     loads       asynchronous ones in threads; the others before the step, or layer by layer beside it
-    stores      after the step, in threads, oldest first; or in the step, layer by layer as it computes them
+    stores      after the step, in threads, oldest first; or in the step, layer by layer as it computes them. One that
+                has only the end of a prompt rests, without a thread, while another one is storing the beginning
 
 Every plan is reported once, however it ended. A store that fails is a chunk less in the pool; a load that fails names
 the blocks that hold nothing, and the engine computes them. Nothing here raises because of the pool.
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -79,14 +80,29 @@ class Ended:
     sent: frozenset[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Store:
     plan: StorePlan
     chunks: tuple[EngineChunks, ...]
     end_s: float
-    computed: list[int] | None = None
+    computed: list[int] | None
     """Layers of each group that its step has computed so far; None = all."""
-    future: Future[int] | None = None
+    done: tuple[Future[None], ...]
+    """One a group; the last one with the end of the store."""
+    visible: list[int] = field(default_factory=list)
+    """Leading chunks that are visible, of each group that is done."""
+    resting: bool = False
+    given_up: bool = False
+
+    @property
+    def ended(self) -> Future[None]:
+        return self.done[-1]
+
+    def will_have(self, number: int, place: int, key: bytes) -> bool:
+        """This chunk of a group is among those that it has yet to store."""
+        keys = self.plan.groups[number].keys
+        mine = len(self.visible) <= number and place < len(keys) and keys[place] == key
+        return mine and self.chunks[number].first_whole <= place
 
 
 @dataclass(slots=True)
@@ -133,15 +149,16 @@ class Transfers:
 
     def before_step(self, plan: StepPlan) -> None:
         """Nothing reads blocks any more that get new content in this step. Waits a moment for what is nearly done."""
-        stores = [self._stores[number] for number in plan.let_go if number in self._stores]
+        with self._lock:
+            stores = [self._stores[number] for number in plan.let_go if number in self._stores]
+            stores = [store for store in stores if not store.given_up]
         if not stores:
             return
-        wait([store.future for store in stores if store.future is not None], timeout=self._how.let_go_s)
+        wait([store.ended for store in stores if not store.resting], timeout=self._how.let_go_s)
         for store in stores:
-            if store.future is not None and not store.future.done():
+            if not store.ended.done():
                 self._count("stores_given_up")
-                for chunks in store.chunks:
-                    chunks.close()
+                self._give_up(store)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the step's loads. What the step itself needs is there when this returns, or comes layer by layer.
@@ -234,8 +251,7 @@ class Transfers:
     def close(self) -> None:
         """End the threads; copies under way are given up at the next piece."""
         for store in list(self._stores.values()):
-            for chunks in store.chunks:
-                chunks.close()
+            self._give_up(store)
             if store.computed is not None:
                 self._all_computed(store.computed)
         self._loaders.shutdown(wait=True, cancel_futures=True)
@@ -337,23 +353,70 @@ class Transfers:
         if chunks is None:
             self._stored(plan, 0, known=False)
             return
-        store = _Store(plan, chunks, time.monotonic() + self._how.store_deadline_s, computed)
+        end_s, done = time.monotonic() + self._how.store_deadline_s, tuple(Future[None]() for _ in pairs)
+        store = _Store(plan, chunks, end_s, computed, done)
         with self._lock:
             self._stores[plan.number] = store
             self._by_request[plan.request_id] += 1
-        store.future = self._savers.submit(self._store, store)
+        self._savers.submit(self._store, store)
         if not self._how.async_stores and computed is None:
-            store.future.result()
+            store.ended.result()
 
-    def _store(self, store: _Store) -> int:
-        visible = 0
+    def _store(self, store: _Store) -> None:
+        """Store group after group, to the end or until the next one has to rest."""
+        visible, rests = 0, False
         try:
-            visible = min(
-                self._store_group(number, each, store) for number, each in enumerate(self._groups) if each.writes
-            )
+            for number in range(len(store.visible), len(self._groups)):
+                rests = self._rests(number, store)
+                if rests:
+                    return
+                each, everything = self._groups[number], len(store.plan.groups[number].keys)
+                store.visible.append(self._store_group(number, each, store) if each.writes else everything)
+                if number + 1 < len(self._groups):
+                    store.done[number].set_result(None)
+            visible = min(store.visible)
         finally:
-            self._stored(store.plan, visible)
-        return visible
+            if not rests:
+                self._end(store, visible)
+
+    def _rests(self, number: int, store: _Store) -> bool:
+        """Whether this group's chunks hang on one that is not in the pool, but that another store has yet to store.
+
+        It goes on when that one is done with the group, however. There is no circle: who is waited for is no further
+        and has an earlier chunk.
+        """
+        each, keys, first = self._groups[number], store.plan.groups[number].keys, store.chunks[number].first_whole
+        if not each.writes or not first or (present := each.session.present_here(keys) or 0) >= first:
+            return False
+        with self._lock:
+            others = (other for other in self._stores.values() if other is not store)
+            parent = next((other for other in others if other.will_have(number, present, keys[present])), None)
+            if parent is None or store.given_up:
+                return False
+            store.resting = True
+        parent.done[number].add_done_callback(lambda _: self._go_on(store))
+        return True
+
+    def _go_on(self, store: _Store) -> None:
+        with self._lock:
+            rested, store.resting = store.resting, False
+        if rested:
+            self._savers.submit(self._store, store)
+
+    def _give_up(self, store: _Store) -> None:
+        """No block is read for this store any more. One that rests ends at once."""
+        for chunks in store.chunks:
+            chunks.close()
+        with self._lock:
+            rested, store.resting, store.given_up = store.resting, False, True
+        if rested:
+            self._end(store, 0)
+
+    def _end(self, store: _Store, visible: int) -> None:
+        self._stored(store.plan, visible)
+        for group in store.done:
+            if not group.done():
+                group.set_result(None)
 
     def _store_group(self, number: int, each: RankGroup, store: _Store) -> int:
         """Store one group's chunks; leading chunks that are visible then."""

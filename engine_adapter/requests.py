@@ -99,6 +99,15 @@ class _Request:
     stores: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A store that has ended. `groups`: its chunks, from the start of the prompt on; so many of them are `visible`."""
+
+    request_id: str
+    groups: tuple[Keys, ...]
+    visible: int
+
+
 class RequestBook:
     """All requests of one engine. One owner: the engine's scheduler thread."""
 
@@ -315,10 +324,10 @@ class RequestBook:
         self.counts["stores"] += 1
         return plan
 
-    def reported(self, report: StepReport) -> tuple[list[str], list[tuple[str, tuple[Keys, ...]]]]:
-        """What ranks have ended: (requests whose handoff was read, (request, its leading chunks now visible))."""
+    def reported(self, report: StepReport) -> tuple[list[str], list[Stored]]:
+        """What all ranks have ended: (requests whose handoff was read, stores)."""
         read: list[str] = []
-        stored: list[tuple[str, tuple[Keys, ...]]] = []
+        stored: list[Stored] = []
         for number, ranks in (report.stored + report.loaded).items():
             self._reports[number] += ranks
         for number, chunks in report.stored_chunks.items():
@@ -332,8 +341,7 @@ class RequestBook:
             self._unconfirmed.pop(number, None)
             keys = self._keys.pop(number, ())
             if number in self._visible:
-                visible = self._visible.pop(number)
-                stored.append((request_id, tuple(each.slice(0, visible) for each in keys)))
+                stored.append(Stored(request_id, keys, self._visible.pop(number)))
             request = self._requests.get(request_id)
             if request is not None:
                 request.stores.discard(number)

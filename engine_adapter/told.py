@@ -1,7 +1,8 @@
 """Chunks that others were told of, so that they can be told again when these are gone.
 
-    add     chunks that are in the pool now: which of them nobody was told of yet
-    sweep   now and then all of them are looked up, in a thread: what is not there any more is told as gone
+    expect   chunks that a store did not make visible: another one may be storing the same ones
+    add      chunks that are in the pool now: which of them nobody was told of yet
+    sweep    now and then all of them are looked up, in a thread: what is not there any more is told as gone
 
 A chunk's names are the engine's, of one or several of its blocks. Only so many chunks are kept; the oldest are told as
 gone before their time, since nobody would notice when they go. One owner: the engine's scheduler, which never waits.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,12 @@ from kvstore.model.prefix import Keys
 
 SWEEP_EVERY_S = 10.0
 CHUNKS_LIMIT = 1 << 16
+EXPECTED_S = 10.0
+"""As long as a store may take; what does not come meanwhile is not told of."""
+EXPECTED_LIMIT = 4096
+"""Stores; chunks of a further one are not waited for."""
+LOOKS_AT_ONCE = 16
+"""So many stores' chunks are looked up in a step: it is the scheduler's own time, some microseconds each."""
 
 Look = Callable[[Sequence[Keys]], int | None]
 """Leading chunks of these that the own node has of all groups, without waiting; None = there is no node to ask."""
@@ -37,6 +45,16 @@ class _Run:
     @property
     def names_per_chunk(self) -> int:
         return len(self.names) // len(self.groups[0])
+
+
+@dataclass(slots=True)
+class _Expected:
+    """Chunks from the start of a prompt on, the same ones of each group; the first `present` are there."""
+
+    groups: tuple[Keys, ...]
+    present: int
+    owner: Any
+    until_s: float
 
 
 class ToldChunks:
@@ -57,6 +75,7 @@ class ToldChunks:
         self._runs: dict[int, _Run] = {}
         self._known: set[bytes] = set()
         """Keys of the first group's chunks in all runs."""
+        self._expected: deque[_Expected] = deque()
         self._numbers = itertools.count()
         self._gone: list[Name] = []
         self._sweep: Future[dict[int, int]] | None = None
@@ -64,6 +83,22 @@ class ToldChunks:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def expect(self, groups: Sequence[Keys], present: int, owner: Any) -> None:
+        """Chunks of a prompt of `owner`, from its start on, of which the first `present` are there: more may come."""
+        if present < len(groups[0]) and len(self._expected) < EXPECTED_LIMIT:
+            self._expected.append(_Expected(tuple(groups), present, owner, self._clock() + EXPECTED_S))
+
+    def arrived(self) -> Iterator[tuple[Any, tuple[Keys, ...]]]:
+        """(owner, chunks from the start of its prompt on that are there) where there are more than the last time."""
+        for _ in range(min(LOOKS_AT_ONCE, len(self._expected))):
+            each = self._expected.popleft()
+            more = self._look([keys.slice(each.present, len(keys)) for keys in each.groups]) or 0
+            each.present += more
+            if each.present < len(each.groups[0]) and self._clock() < each.until_s:
+                self._expected.append(each)
+            if more:
+                yield each.owner, tuple(keys.slice(0, each.present) for keys in each.groups)
 
     def new(self, keys: Keys) -> int:
         """Place of the first chunk that nobody was told of; what lies behind it counts as not told either."""
@@ -79,7 +114,8 @@ class ToldChunks:
             self._cut(next(iter(self._runs)), 0)
 
     def clear(self) -> None:
-        """None of it is of use any more."""
+        """None of it is of use any more, nor what is expected."""
+        self._expected.clear()
         for number in list(self._runs):
             self._cut(number, 0)
 

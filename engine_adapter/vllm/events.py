@@ -1,7 +1,8 @@
 """The pool's chunks in vLLM's own event stream, so that a router that follows it knows what is a load away.
 
 An event names the engine's own block hashes with the medium `CPU`. A whole chunk is told when all ranks have stored it,
-and again, as removed, when the own host's node does not have it any more: within about ten seconds, at the next step.
+or have found that others did so at the same time and the own host's node has it; and again, as removed, when that node
+does not have it any more: within about ten seconds. Either is told at a step of the engine.
 Requests with a salt, an adapter or pictures are left out: an event that lost one of these would name other requests'
 pages.
 """
@@ -32,19 +33,25 @@ class PoolEvents:
         self._told = told
         self._events: list[Any] = []
 
-    def stored(self, request: Request, groups: Sequence[Keys]) -> None:
-        """All ranks have these chunks, from the start of the request on, in the pool."""
+    def stored(self, request: Request, groups: Sequence[Keys], visible: int) -> None:
+        """All ranks have ended a store of these chunks, from the start of the request on: so many are in the pool."""
         if request.cache_salt or request.lora_request is not None or request.mm_features:
             return
-        keys = groups[0]
-        whole = keys.token_count // keys.chunk_tokens
-        start = self._told.new(keys.slice(0, whole))
+        whole = groups[0].token_count // groups[0].chunk_tokens
+        visible = min(visible, whole)
+        self._tell(request, [keys.slice(0, visible) for keys in groups])
+        self._told.expect([keys.slice(0, whole) for keys in groups], visible, request)
+
+    def _tell(self, request: Request, groups: Sequence[Keys]) -> None:
+        """These chunks are there, from the start of the request on."""
+        keys, stop = groups[0], len(groups[0])
+        start = self._told.new(keys)
         per_chunk = keys.chunk_tokens // self._hash_tokens
-        first, last = start * per_chunk, whole * per_chunk
-        if start == whole or last > len(request.block_hashes) or len(self._events) >= WAITING_LIMIT:
+        first, last = start * per_chunk, stop * per_chunk
+        if start == stop or last > len(request.block_hashes) or len(self._events) >= WAITING_LIMIT:
             return
         hashes = [maybe_convert_block_hash(each) for each in request.block_hashes[first:last]]
-        self._told.add([each.slice(start, whole) for each in groups], hashes)
+        self._told.add([each.slice(start, stop) for each in groups], hashes)
         self._events.append(
             BlockStored(
                 block_hashes=hashes,
@@ -63,6 +70,8 @@ class PoolEvents:
 
     def take(self) -> list[Any]:
         """Events since the last call."""
+        for request, groups in self._told.arrived():
+            self._tell(request, groups)
         events, self._events = self._events, []
         gone = self._told.take_gone()
         if gone:

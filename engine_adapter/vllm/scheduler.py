@@ -180,10 +180,10 @@ class SchedulerHalf:
             self._release(self._incoming.pop(request_id, ()))
         if self._events is None:
             return
-        for request_id, keys in stored:
-            if request_id in self._told_of:
-                self._events.stored(self._told_of[request_id], keys)
-        for request_id in {request_id for request_id, _ in stored}:  # after all of them: one may come twice
+        for each in stored:
+            if each.request_id in self._told_of:
+                self._events.stored(self._told_of[each.request_id], each.groups, each.visible)
+        for request_id in {each.request_id for each in stored}:  # after all of them: one may come twice
             request = self._told_of.get(request_id)
             if request is not None and request.is_finished() and not self.book.is_storing(request_id):
                 del self._told_of[request_id]

@@ -310,8 +310,8 @@ def test_b09_as_many_chunks_are_told_as_stored_as_the_least_of_all_ranks_has(
     first.stored[number], first.stored_chunks[number] = 1, 0  # dropped there, and told in an earlier step
     assert engine.book.reported(first) == ([], [])
     assert second.stored_chunks == {number: 2}
-    _, ((request_id, (keys,)),) = engine.book.reported(second)
-    assert (request_id, len(keys)) == ("a", 0)
+    _, (stored,) = engine.book.reported(second)
+    assert (stored.request_id, len(stored.groups[0]), stored.visible) == ("a", 2, 0)
 
 
 def test_a_chunk_whose_beginning_the_engine_no_longer_has_is_never_stored(

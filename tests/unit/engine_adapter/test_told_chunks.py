@@ -12,7 +12,7 @@ from replayed_engine import LAYOUT, tokens
 import kvstore
 from engine_adapter.looks import Looks
 from engine_adapter.session import PoolSession
-from engine_adapter.told import SWEEP_EVERY_S, ToldChunks
+from engine_adapter.told import EXPECTED_LIMIT, EXPECTED_S, LOOKS_AT_ONCE, SWEEP_EVERY_S, ToldChunks
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import KeyChain, Keys
 
@@ -127,6 +127,86 @@ def test_all_are_gone_after_a_reset_also_during_a_sweep() -> None:
     pool.present.clear()
     assert pool.sweep() == names(keys, 0)
     assert pool.sweep() == []
+
+
+def arrived(pool: Pool) -> list[tuple[str, int]]:
+    return [(owner, len(keys)) for owner, (keys,) in pool.told.arrived()]
+
+
+@pytest.mark.parametrize("present", [0, 2])
+def test_what_others_are_storing_is_told_when_it_is_there(present: int) -> None:
+    """As far as it is there, each time more, until all is."""
+    pool, keys = Pool(), keys_of(1, 4)
+    assert pool.present is not None
+    pool.present.update(keys.slice(0, present))
+    pool.told.expect([keys], present, "a")
+    assert arrived(pool) == []
+    pool.present.update(keys.slice(0, 3))
+    assert arrived(pool) == [("a", 3)]
+    assert arrived(pool) == []
+    pool.present.update(keys)
+    assert arrived(pool) == [("a", 4)]
+    pool.present.clear()
+    pool.present.update(keys)
+    assert arrived(pool) == [], "it is expected no longer"
+
+
+def test_only_what_is_missing_is_looked_up() -> None:
+    pool, keys = Pool(), keys_of(1, 6)
+    assert pool.present is not None
+    looked = list[int]()
+    pool.told._look = lambda groups: looked.append(len(groups[0])) or pool.look(groups)  # type: ignore[func-returns-value]
+    pool.told.expect([keys], 2, "a")
+    pool.present.update(keys.slice(0, 5))
+    assert arrived(pool) == [("a", 5)] and arrived(pool) == []
+    assert looked == [4, 1]
+
+
+def test_what_is_there_already_is_not_expected() -> None:
+    pool, keys = Pool(), keys_of(1, 4)
+    pool.told.expect([keys], 4, "a")
+    assert not pool.told._expected
+
+
+def test_what_does_not_come_is_not_waited_for_for_ever() -> None:
+    pool, keys = Pool(), keys_of(1, 4)
+    assert pool.present is not None
+    pool.told.expect([keys], 0, "a")
+    pool.now += EXPECTED_S
+    assert arrived(pool) == []
+    pool.present.update(keys)
+    assert arrived(pool) == []
+
+
+def test_nothing_arrives_while_there_is_no_node_to_ask() -> None:
+    pool, keys = Pool(), keys_of(1, 4)
+    pool.told.expect([keys], 0, "a")
+    pool.present = None
+    assert arrived(pool) == []
+    pool.present = {*keys}
+    assert arrived(pool) == [("a", 4)]
+
+
+def test_a_step_looks_for_so_many_stores_and_for_the_others_in_the_next() -> None:
+    pool = Pool()
+    assert pool.present is not None
+    for number in range(2 * LOOKS_AT_ONCE):
+        pool.told.expect([keys_of(number, 2)], 0, str(number))
+    pool.present.update(keys_of(LOOKS_AT_ONCE + 3, 2))
+    pool.now += EXPECTED_S  # late, and looked up all the same
+    assert arrived(pool) == []
+    assert arrived(pool) == [(str(LOOKS_AT_ONCE + 3), 2)]
+
+
+def test_expectations_are_bounded_and_end_with_a_reset() -> None:
+    pool, keys = Pool(), keys_of(1, 1)
+    assert pool.present is not None
+    for number in range(EXPECTED_LIMIT + 1):
+        pool.told.expect([keys], 0, str(number))
+    assert len(pool.told._expected) == EXPECTED_LIMIT
+    pool.told.clear()
+    pool.present.update(keys)
+    assert arrived(pool) == []
 
 
 @pytest.mark.parametrize("gone", [0, 2])

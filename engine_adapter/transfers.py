@@ -11,6 +11,7 @@ the blocks that hold nothing, and the engine computes them. Nothing here raises 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -85,18 +86,13 @@ class _Store:
     plan: StorePlan
     chunks: tuple[EngineChunks, ...]
     end_s: float
-    computed: list[int] | None
+    computed: list[int] | None = None
     """Layers of each group that its step has computed so far; None = all."""
-    done: tuple[Future[None], ...]
-    """One a group; the last one with the end of the store."""
     visible: list[int] = field(default_factory=list)
     """Leading chunks that are visible, of each group that is done."""
     resting: bool = False
     given_up: bool = False
-
-    @property
-    def ended(self) -> Future[None]:
-        return self.done[-1]
+    ended: Future[None] = field(default_factory=Future)
 
     def will_have(self, number: int, place: int, key: bytes) -> bool:
         """This chunk of a group is among those that it has yet to store."""
@@ -256,6 +252,8 @@ class Transfers:
                 self._all_computed(store.computed)
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._savers.shutdown(wait=True, cancel_futures=True)
+        for store in list(self._stores.values()):  # they came to no thread any more
+            self._end(store, 0)
 
     # --- loads -------------------------------------------------------------------------------------------
 
@@ -353,8 +351,7 @@ class Transfers:
         if chunks is None:
             self._stored(plan, 0, known=False)
             return
-        end_s, done = time.monotonic() + self._how.store_deadline_s, tuple(Future[None]() for _ in pairs)
-        store = _Store(plan, chunks, end_s, computed, done)
+        store = _Store(plan, chunks, time.monotonic() + self._how.store_deadline_s, computed)
         with self._lock:
             self._stores[plan.number] = store
             self._by_request[plan.request_id] += 1
@@ -372,30 +369,34 @@ class Transfers:
                     return
                 each, everything = self._groups[number], len(store.plan.groups[number].keys)
                 store.visible.append(self._store_group(number, each, store) if each.writes else everything)
-                if number + 1 < len(self._groups):
-                    store.done[number].set_result(None)
             visible = min(store.visible)
         finally:
             if not rests:
                 self._end(store, visible)
 
     def _rests(self, number: int, store: _Store) -> bool:
-        """Whether this group's chunks hang on one that is not in the pool, but that another store has yet to store.
+        """Whether this group's chunks hang on one that is not in the pool, but that an earlier store has yet to store.
 
-        It goes on when that one is done with the group, however. There is no circle: who is waited for is no further
-        and has an earlier chunk.
+        The store goes on when that one has ended, however. Only earlier ones are waited for: there is no circle, and
+        their deadlines are earlier, too.
         """
         each, keys, first = self._groups[number], store.plan.groups[number].keys, store.chunks[number].first_whole
         if not each.writes or not first or (present := each.session.present_here(keys) or 0) >= first:
             return False
         with self._lock:
-            others = (other for other in self._stores.values() if other is not store)
-            parent = next((other for other in others if other.will_have(number, present, keys[present])), None)
+            # The last one before it first: else all stores of a long prompt wake with each one of its beginning.
+            parent = self._earlier(number, store, first - 1) or self._earlier(number, store, present)
             if parent is None or store.given_up:
                 return False
             store.resting = True
-        parent.done[number].add_done_callback(lambda _: self._go_on(store))
+        parent.ended.add_done_callback(lambda _: self._go_on(store))
         return True
+
+    def _earlier(self, number: int, store: _Store, place: int) -> _Store | None:
+        """Under the lock: one that began before this one and has yet to store the same chunk of the group."""
+        key = store.plan.groups[number].keys[place]
+        begun = itertools.takewhile(lambda other: other is not store, self._stores.values())
+        return next((other for other in begun if other.will_have(number, place, key)), None)
 
     def _go_on(self, store: _Store) -> None:
         with self._lock:
@@ -405,18 +406,16 @@ class Transfers:
 
     def _give_up(self, store: _Store) -> None:
         """No block is read for this store any more. One that rests ends at once."""
-        for chunks in store.chunks:
-            chunks.close()
         with self._lock:
             rested, store.resting, store.given_up = store.resting, False, True
+        for chunks in store.chunks:
+            guarded(self._errors, "let_go", chunks.close, None)
         if rested:
             self._end(store, 0)
 
     def _end(self, store: _Store, visible: int) -> None:
         self._stored(store.plan, visible)
-        for group in store.done:
-            if not group.done():
-                group.set_result(None)
+        store.ended.set_result(None)
 
     def _store_group(self, number: int, each: RankGroup, store: _Store) -> int:
         """Store one group's chunks; leading chunks that are visible then."""

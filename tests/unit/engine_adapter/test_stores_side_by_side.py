@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,9 +12,9 @@ import pytest
 from replayed_engine import Held, ReplayedEngine, group, tokens
 
 from engine_adapter.engine_chunks import EngineChunks
-from engine_adapter.plans import GroupChunks, StepPlan, StorePlan
+from engine_adapter.plans import GroupChunks, KvGroup, StepPlan, StorePlan
 from engine_adapter.session import PoolSession
-from engine_adapter.transfers import How
+from engine_adapter.transfers import How, Transfers
 from kvstore.client import Cache, Client
 from kvstore.model.prefix import Keys
 from tests.chaos.pool_processes import until
@@ -177,14 +178,32 @@ def test_nothing_waits_for_a_store_that_is_beyond_the_group(
     assert ended(engine)[2] == 0 and (window.present_here(keys), full.present_here(others)) == (0, 3)
 
 
-def test_two_that_have_each_others_beginning_go_on(pool: Client, engines: list[ReplayedEngine]) -> None:
-    """In two groups crosswise: the first one that rests goes on when the other is done with that group."""
+def test_only_earlier_stores_are_waited_for(pool: Client, engines: list[ReplayedEngine]) -> None:
+    """Two that have each other's beginning, in two groups crosswise."""
     held, kinds = Held(), [WINDOW, SECOND_WINDOW]
     engines.append(engine := ReplayedEngine(pool, groups=kinds, savers=held))
     one, two = (pool.bind(each.namespace).keys(PROMPT) for each in kinds)
     begin(engine, plan(1, "a", (one, END), (two, WHOLE)), plan(2, "b", (one, WHOLE), (two, END)))
     held.go()
-    assert ended(engine) == {1: 3, 2: 3}
+    assert ended(engine) == {1: 0, 2: 3}
+
+
+def test_the_end_of_a_long_prompt_waits_for_the_store_before_it(
+    pool: Client, engine: ReplayedEngine, slow_first: SlowFirst, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the first one of all, with which all would wake and look, and again with the second."""
+    runs, store, cache = list[int](), Transfers._store, pool.bind(WINDOW.namespace)
+    monkeypatch.setattr(Transfers, "_store", lambda mine, each: (runs.append(each.plan.number), store(mine, each))[1])
+    count = 40
+    keys = cache.keys(tokens(3, 8 * (count + 1)))
+    begin(engine, plan(1, "a", (keys.slice(0, 2), WHOLE[:4])))
+    slow_first.has_begun()
+    for number in range(2, count + 1):
+        begin(engine, plan(number, "a", (keys.slice(0, number + 1), (*[None] * (2 * number), 4, 5))))
+        resting(engine, number)
+    slow_first.go()
+    assert len(ended(engine)) == count and cache.present_here(keys) == count + 1
+    assert sorted(runs) == sorted([1, *range(2, count + 1), *range(2, count + 1)])
 
 
 def test_two_that_lack_the_same_beginning_wait_for_nobody(
@@ -193,9 +212,45 @@ def test_two_that_lack_the_same_beginning_wait_for_nobody(
     held = Held()
     engines.append(engine := ReplayedEngine(pool, groups=[WINDOW], savers=held))
     begin(engine, plan(1, "a", (keys, END)), plan(2, "b", (keys, END)))
+    held._calls.pop()[1]()
+    assert engine.transfers.report().stored_chunks == {2: 0}
     held.go()
-    assert ended(engine) == {1: 0, 2: 0}
+    assert ended(engine) == {1: 0}
     assert engine.transfers.take_counts() == {"stores_without_parent": 2}
+
+
+@pytest.mark.parametrize("kinds", [[WINDOW, FULL], [FULL, WINDOW]], ids=["window first", "window last"])
+def test_as_many_chunks_are_told_as_the_least_of_the_groups_has(
+    pool: Client, engines: list[ReplayedEngine], kinds: list[KvGroup]
+) -> None:
+    engines.append(engine := ReplayedEngine(pool, groups=kinds))
+    caches = [pool.bind(each.namespace) for each in kinds]
+    of_group = {WINDOW: END, FULL: WHOLE}
+    begin(
+        engine, plan(1, "a", *((cache.keys(PROMPT), of_group[kind]) for cache, kind in zip(caches, kinds, strict=True)))
+    )
+    assert ended(engine) == {1: 0}
+
+
+@pytest.mark.parametrize("writes", [(True, False), (False, True)])
+def test_a_group_that_a_twin_stores_counts_as_stored(
+    pool: Client, engines: list[ReplayedEngine], writes: tuple[bool, bool]
+) -> None:
+    engines.append(engine := ReplayedEngine(pool, groups=[FULL, WINDOW]))
+    groups = zip(engine.transfers._groups, writes, strict=True)
+    engine.transfers._groups = tuple(dataclasses.replace(each, writes=mine) for each, mine in groups)
+    keys = [pool.bind(each.namespace).keys(PROMPT) for each in (FULL, WINDOW)]
+    begin(engine, plan(1, "a", (keys[0], WHOLE), (keys[1], END if writes[0] else WHOLE)))
+    assert ended(engine) == {1: 3}
+
+
+def test_a_store_that_may_not_outlive_its_step_has_ended_with_it(
+    pool: Client, engines: list[ReplayedEngine], keys: Keys, slow_first: SlowFirst
+) -> None:
+    engines.append(engine := ReplayedEngine(pool, groups=[WINDOW], how=How(async_stores=False)))
+    threading.Timer(0.1, slow_first.go).start()
+    begin(engine, plan(1, "a", (keys, WHOLE)))
+    assert engine.transfers.report().stored_chunks == {1: 3}
 
 
 def test_a_store_whose_beginning_fails_ends_with_it(engine: ReplayedEngine, keys: Keys, slow_first: SlowFirst) -> None:
@@ -230,6 +285,8 @@ def test_a13_a_store_that_rests_lets_go_at_once(
     assert engine.transfers.ended().sent == {"b"}, "its blocks are free while the other one is still at it"
     slow_first.go()
     assert ended(engine) == {1: 2} and cache.present_here(keys) == 2
+    engine.transfers._savers.shutdown(wait=True)
+    assert not engine.transfers.report(), "it was told once"
     assert engine.transfers.take_counts()["stores_given_up"] == 1
 
 
@@ -274,13 +331,16 @@ def test_a_store_is_given_up_once(
     assert len(waits) == 1 and engine.transfers.take_counts()["stores_given_up"] == 1
 
 
-def test_closing_ends_stores_that_rest(pool: Client, keys: Keys, slow_first: SlowFirst) -> None:
+def test_closing_ends_stores_that_rest_also_for_each_other(pool: Client, keys: Keys, slow_first: SlowFirst) -> None:
     engine = ReplayedEngine(pool, groups=[WINDOW])
     begin(engine, plan(1, "a", (keys.slice(0, 2), WHOLE[:4])))
     slow_first.has_begun()
-    begin(engine, *(plan(number, "b", (keys, END)) for number in (2, 3)))
-    for number in (2, 3):
+    longer = pool.bind(WINDOW.namespace).keys([*PROMPT, *tokens(2, 8)])
+    begin(engine, plan(2, "b", (keys, END)), plan(3, "c", (longer, (*[None] * 6, 6, 7))), plan(4, "b", (keys, END)))
+    for number in (2, 3, 4):
         resting(engine, number)
     threading.Timer(0.2, slow_first.go).start()
     engine.close()
-    assert engine.transfers.report().stored_chunks == {1: 0, 2: 0, 3: 0} and not engine.transfers._stores
+    report = engine.transfers.report()
+    assert report.stored_chunks == dict.fromkeys(range(1, 5), 0) and not engine.transfers._stores
+    assert set(report.stored.values()) == {1}

@@ -181,15 +181,16 @@ class Cache:
         pages = self.empty(len(head))
         result = self.read(head, pages, deadline_s=deadline_s)
         stored = self.write(keys.slice(0, result.chunks), pages[: result.chunks], deadline_s=deadline_s)
-        visible = stored.visible
-        is_written = visible < result.chunks and stored.outcomes[visible] is Outcome.IN_PROGRESS
-        missing = MissReason.IN_PROGRESS if is_written else MissReason.ABSENT
+        visible, reason = stored.visible, result.reason or MissReason.ABSENT
+        if visible < result.chunks:
+            is_written = stored.outcomes[visible] is Outcome.IN_PROGRESS
+            reason = MissReason.IN_PROGRESS if is_written else MissReason.ABSENT
         return ReadResult(
             visible,
             keys.tokens_of_first(visible),
             result.local_chunks,
             result.remote_chunks,
-            result.reason if visible == len(keys) or result.reason else missing,
+            reason if visible < len(keys) else None,
             result.bytes_by_path,
         )
 

@@ -212,6 +212,10 @@ def test_a_prefetch_says_that_another_one_is_storing_what_it_brings(
             result = cache.prefetch(keys).result(20.0)
             assert (result.chunks, result.reason) == (2, MissReason.IN_PROGRESS)
             pending.abort()
+        near.call(lambda: setattr(near.core.reservations, "draining", True))
+        result = cache.prefetch(keys).result(20.0)
+        assert (result.chunks, result.reason) == (2, MissReason.ABSENT), "refused, and nobody else has it in hand"
+        near.call(lambda: setattr(near.core.reservations, "draining", False))
         assert cache.prefetch(keys).result(20.0).chunks == 6
     near.stop()
 

@@ -4,15 +4,16 @@
     add      chunks that are in the pool now: which of them nobody was told of yet
     sweep    now and then all of them are looked up, in a thread: what is not there any more is told as gone
 
-A chunk's names are the engine's, of one or several of its blocks. Only so many chunks are kept; the oldest are told as
-gone before their time, since nobody would notice when they go. One owner: the engine's scheduler, which never waits.
+A chunk's names are the engine's, of one or several of its blocks; a block is gone with the last chunk that has it. Only
+so many chunks are kept; the oldest are told as gone before their time, since nobody would notice when they go. One
+owner: the engine's scheduler, which never waits.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ CHUNKS_LIMIT = 1 << 16
 EXPECTED_S = 10.0
 """As long as a store may take; what does not come meanwhile is not told of."""
 EXPECTED_LIMIT = 4096
-"""Stores; chunks of a further one are not waited for."""
-LOOKS_AT_ONCE = 16
-"""So many stores' chunks are looked up in a step: it is the scheduler's own time, some microseconds each."""
+"""Requests; chunks of a further one are not waited for."""
+LOOKS_AT_ONCE = 8
+"""For so many requests a step looks whether the next chunk has come, some 20 µs each: the time is the scheduler's."""
 
 Look = Callable[[Sequence[Keys]], int | None]
 """Leading chunks of these that the own node has of all groups, without waiting; None = there is no node to ask."""
@@ -75,7 +76,10 @@ class ToldChunks:
         self._runs: dict[int, _Run] = {}
         self._known: set[bytes] = set()
         """Keys of the first group's chunks in all runs."""
-        self._expected: deque[_Expected] = deque()
+        self._names: Counter[Name] = Counter()
+        """In how many chunks a block is: two prompts may part within a chunk."""
+        self._expected: OrderedDict[str, _Expected] = OrderedDict()
+        """By request; the one whose turn it is first."""
         self._numbers = itertools.count()
         self._gone: list[Name] = []
         self._sweep: Future[dict[int, int]] | None = None
@@ -84,20 +88,27 @@ class ToldChunks:
     def __len__(self) -> int:
         return len(self._known)
 
-    def expect(self, groups: Sequence[Keys], present: int, owner: Any) -> None:
-        """Chunks of a prompt of `owner`, from its start on, of which the first `present` are there: more may come."""
-        if present < len(groups[0]) and len(self._expected) < EXPECTED_LIMIT:
-            self._expected.append(_Expected(tuple(groups), present, owner, self._clock() + EXPECTED_S))
+    def expect(self, request_id: str, groups: Sequence[Keys], present: int, owner: Any) -> None:
+        """Chunks of a request, from its start on, of which the first `present` are there: more may come.
+
+        Of several such words on a request, in any order, the one counts that names the most chunks.
+        """
+        known = self._expected.pop(request_id, None)
+        if known is not None and len(known.groups[0]) > len(groups[0]):
+            self._expected[request_id] = known
+        elif present < len(groups[0]) and len(self._expected) < EXPECTED_LIMIT:
+            self._expected[request_id] = _Expected(tuple(groups), present, owner, self._clock() + EXPECTED_S)
 
     def arrived(self) -> Iterator[tuple[Any, tuple[Keys, ...]]]:
         """(owner, chunks from the start of its prompt on that are there) where there are more than the last time."""
         for _ in range(min(LOOKS_AT_ONCE, len(self._expected))):
-            each = self._expected.popleft()
-            more = self._look([keys.slice(each.present, len(keys)) for keys in each.groups]) or 0
-            each.present += more
+            request_id, each = self._expected.popitem(last=False)
+            present = each.present
+            if self._look([keys.slice(present, present + 1) for keys in each.groups]):
+                each.present = self._look(each.groups) or 0  # the first ones may have gone meanwhile
             if each.present < len(each.groups[0]) and self._clock() < each.until_s:
-                self._expected.append(each)
-            if more:
+                self._expected[request_id] = each
+            if each.present > present:
                 yield each.owner, tuple(keys.slice(0, each.present) for keys in each.groups)
 
     def new(self, keys: Keys) -> int:
@@ -109,6 +120,7 @@ class ToldChunks:
         if not len(groups[0]):
             return
         self._runs[next(self._numbers)] = _Run(tuple(groups), list(names))
+        self._names.update(names)
         self._known.update(groups[0])
         while len(self._known) > self._limit and len(self._runs) > 1:
             self._cut(next(iter(self._runs)), 0)
@@ -147,7 +159,11 @@ class ToldChunks:
         if run is None:
             return
         kept = present * run.names_per_chunk
-        self._gone += run.names[kept:]
+        for name in run.names[kept:]:
+            self._names[name] -= 1
+            if not self._names[name]:
+                del self._names[name]
+                self._gone.append(name)
         self._known.difference_update(run.groups[0].slice(present, len(run.groups[0])))
         if present:
             self._runs[number] = _Run(tuple(keys.slice(0, present) for keys in run.groups), run.names[:kept])

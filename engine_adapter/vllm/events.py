@@ -40,7 +40,7 @@ class PoolEvents:
         whole = groups[0].token_count // groups[0].chunk_tokens
         visible = min(visible, whole)
         self._tell(request, [keys.slice(0, visible) for keys in groups])
-        self._told.expect([keys.slice(0, whole) for keys in groups], visible, request)
+        self._told.expect(request.request_id, [keys.slice(0, whole) for keys in groups], visible, request)
 
     def _tell(self, request: Request, groups: Sequence[Keys]) -> None:
         """These chunks are there, from the start of the request on."""

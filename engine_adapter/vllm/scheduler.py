@@ -266,6 +266,7 @@ class SchedulerHalf:
         self._generation = secrets.token_bytes(16)
         if self._events is not None:
             self._events.clear()
+        self._told_of.clear()
         self.book.forget_keys()
         logger.warning("the connector's cache was reset: this engine shares with no other one until it is restarted")
 

@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -36,8 +38,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_adapter.copy import PagedKv
-from engine_adapter.engine_chunks import Endpoint, MakeEndpoint
-from engine_adapter.session import Binding, PoolSession
+from engine_adapter.engine_chunks import Endpoint, EngineChunks, MakeEndpoint
+from engine_adapter.session import Binding, ChunkWriter, PoolSession
 from engine_adapter.transfers import How, RankGroup, Transfers
 from engine_adapter.views import HeadPages
 from engine_adapter.vllm.connector import ReportMetadata
@@ -145,6 +147,7 @@ class Engine:
         self.transfers = Transfers(self._ranks(), How(layerwise=self.load == "layerwise", let_go_s=0.0), self.savers)
         if self.load == "async":
             self.transfers._loaders = self.loaders  # type: ignore[assignment]
+        self.events = Events(self.half)
         self.known: dict[str, list[int]] = {}
         """Tokens of each request as its worker knows them: those that the scheduler has not heard of, too."""
 
@@ -165,6 +168,7 @@ class Engine:
             block_size=32,
             max_num_seqs=4,
             kv_transfer_config=transfer,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         config = arguments.create_engine_config()
         config.scheduler_config.async_scheduling = self.overlapping
@@ -180,6 +184,7 @@ class Engine:
             session.open()
             session.read = self._fails(session.read)  # type: ignore[method-assign]
             session.load_layers = self._fails(session.load_layers)  # type: ignore[method-assign]
+            session.writer = self._overlaps(session.writer)  # type: ignore[method-assign]
             mine = slice(number, number + 1) if self.hybrid else slice(None)
             make, whole = _maker(self.tensors[mine]), group.namespace.layout.whole
             ranks.append(RankGroup(group, session, whole, True, make, torch.device("cpu"), tuple(NAMES[mine])))
@@ -196,6 +201,19 @@ class Engine:
             if count and (result := read(keys.slice(0, count), *arguments, **options)).reason is not None:
                 return result
             return ReadResult(count, 0, count * CHUNK_TOKENS, 0, MissReason.CHECKSUM)
+
+        return call
+
+    def _overlaps(self, begin: Callable[..., ChunkWriter]) -> Callable[..., ChunkWriter]:
+        """A store that is each fifth time behind another one of the same chunks, which ends when chance wants it."""
+
+        def call(keys: Keys, source: EngineChunks, **options: Any) -> ChunkWriter:
+            if self.rng.random() < 0.2:
+                self.counts["overlaps"] += 1
+                other = begin(keys, source, **options)
+                other.put_chunks(source.first_whole, len(keys))
+                self.savers.submit(other.finish)
+            return begin(keys, source, **options)
 
         return call
 
@@ -295,6 +313,52 @@ def _maker(tensors: list[torch.Tensor]) -> MakeEndpoint:
     return make
 
 
+class Events:
+    """What the connector tells of the pool, and what it should."""
+
+    def __init__(self, half: Any) -> None:
+        self._half, self._pool = half, half._events
+        self._told: set[Any] = set()
+        self._stores: list[tuple[Request, Sequence[Keys]]] = []
+        self._stored, self._pool.stored = self._pool.stored, self._note
+        half.take_events, self._take = self.take, half.take_events
+
+    def _note(self, request: Request, groups: Sequence[Keys], visible: int) -> None:
+        self._stores.append((request, groups))
+        self._stored(request, groups, visible)
+
+    def take(self) -> Sequence[Any]:
+        """Events name something new, behind parents that were told."""
+        events = self._take()
+        for event in events:
+            hashes = set(event.block_hashes)
+            if isinstance(event, BlockRemoved):
+                assert hashes <= self._told, "what was never told has gone"
+                self._told -= hashes
+            elif isinstance(event, BlockStored):
+                # A block with which two prompts part within a chunk comes with either.
+                assert len(hashes) == len(event.block_hashes) and not hashes <= self._told, "told twice"
+                assert event.parent_block_hash is None or event.parent_block_hash in self._told, "a parent is missing"
+                self._told |= hashes
+        return events
+
+    def check_all_told(self) -> int:
+        """All chunks of this engine's stores that the pool has were told; returns how many blocks."""
+        while self._pool._told._expected and self._expected_here():
+            self.take()
+        self.take()
+        for request, groups in self._stores:
+            whole = [keys.slice(0, keys.token_count // keys.chunk_tokens) for keys in groups]
+            blocks = (self._half._looks.here(whole) or 0) * CHUNK_TOKENS // BLOCK_TOKENS
+            assert set(map(maybe_convert_block_hash, request.block_hashes[:blocks])) <= self._told, request.request_id
+        return len(self._told)
+
+    def _expected_here(self) -> bool:
+        """Something that is waited for has come."""
+        expected = self._pool._told._expected.values()
+        return any((self._half._looks.here(each.groups) or 0) > each.present for each in expected)
+
+
 class Users:
     """Requests that come, go and are looked at."""
 
@@ -380,6 +444,9 @@ def run(engine: Engine, *, reset: bool) -> Counter[str]:
     engine.counts["preempted"] += sum(request.num_preemptions for request in users.requests.values())
     users.check()
     engine.check_at_rest()
+    engine.go(1.0)
+    if not reset:
+        engine.counts["told"] += engine.events.check_all_told()
     engine.transfers.close()
     return engine.counts
 

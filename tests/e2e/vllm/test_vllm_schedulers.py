@@ -36,6 +36,6 @@ def test_a13_b10_answers_are_right_and_nothing_is_kept(case: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **variables})
     assert not ended.returncode, ended.stderr[-4000:]
     counts = json.loads(ended.stdout.splitlines()[-1])
-    assert counts["broken"] and counts["preempted"], "else this shows nothing"
+    assert counts["broken"] and counts["preempted"] and counts["overlaps"], "else this shows nothing"
     assert scheduler == "overlapping" or counts["preempted_by_chance"]
-    assert weights == "keep" or counts["resets"]
+    assert counts["resets"] if weights == "reset" else counts["told"]

@@ -99,6 +99,21 @@ def test_a_shared_prefix_is_told_once_and_again_after_it_went() -> None:
     assert pool.store(first) == 4
 
 
+def test_a_block_that_two_chunks_have_goes_with_the_last_one() -> None:
+    """Two prompts part within a chunk: its first block is the same, and so is the block's name."""
+    pool = Pool()
+    assert pool.present is not None
+    first, second = keys_of(1, 1), keys_of(2, 1)
+    pool.present.update([*first, *second])
+    pool.told.add([first], ["both", "one"])
+    pool.told.add([second], ["both", "two"])
+    pool.present -= {*first}
+    assert pool.sweep() == ["one"]
+    pool.present.clear()
+    assert pool.sweep() == ["both", "two"]
+    assert not pool.told._names
+
+
 def test_nothing_is_told_as_gone_while_there_is_no_node_to_ask() -> None:
     pool, keys = Pool(), keys_of(1, 3)
     pool.store(keys)
@@ -139,39 +154,65 @@ def test_what_others_are_storing_is_told_when_it_is_there(present: int) -> None:
     pool, keys = Pool(), keys_of(1, 4)
     assert pool.present is not None
     pool.present.update(keys.slice(0, present))
-    pool.told.expect([keys], present, "a")
+    pool.told.expect("a", [keys], present, "A")
     assert arrived(pool) == []
     pool.present.update(keys.slice(0, 3))
-    assert arrived(pool) == [("a", 3)]
+    assert arrived(pool) == [("A", 3)]
     assert arrived(pool) == []
     pool.present.update(keys)
-    assert arrived(pool) == [("a", 4)]
+    assert arrived(pool) == [("A", 4)]
     pool.present.clear()
     pool.present.update(keys)
     assert arrived(pool) == [], "it is expected no longer"
 
 
-def test_only_what_is_missing_is_looked_up() -> None:
+def test_only_the_next_chunk_is_looked_up_until_it_is_there() -> None:
     pool, keys = Pool(), keys_of(1, 6)
     assert pool.present is not None
     looked = list[int]()
     pool.told._look = lambda groups: looked.append(len(groups[0])) or pool.look(groups)  # type: ignore[func-returns-value]
-    pool.told.expect([keys], 2, "a")
+    pool.told.expect("a", [keys], 2, "A")
+    assert arrived(pool) == []
     pool.present.update(keys.slice(0, 5))
-    assert arrived(pool) == [("a", 5)] and arrived(pool) == []
-    assert looked == [4, 1]
+    assert arrived(pool) == [("A", 5)] and arrived(pool) == []
+    assert looked == [1, 1, 6, 1]
+
+
+def test_what_comes_behind_chunks_that_went_is_not_told() -> None:
+    pool, keys = Pool(), keys_of(1, 6)
+    assert pool.present is not None
+    pool.told.expect("a", [keys], 2, "A")
+    pool.present.update(keys.slice(2, 4))
+    assert arrived(pool) == []
+    pool.present.update(keys.slice(0, 4))
+    assert arrived(pool) == [("A", 4)]
+
+
+def test_several_words_on_a_request_are_one() -> None:
+    """Its stores end in any order."""
+    pool, keys = Pool(), keys_of(1, 6)
+    assert pool.present is not None
+    pool.told.expect("a", [keys.slice(0, 2)], 0, "A")
+    pool.told.expect("a", [keys], 2, "A")
+    pool.told.expect("a", [keys.slice(0, 4)], 4, "A")
+    assert len(pool.told._expected) == 1
+    pool.present.update(keys)
+    assert arrived(pool) == [("A", 6)]
+    pool.told.expect("a", [keys.slice(0, 4)], 1, "A")
+    pool.told.expect("a", [keys], 6, "A")
+    assert not pool.told._expected
 
 
 def test_what_is_there_already_is_not_expected() -> None:
     pool, keys = Pool(), keys_of(1, 4)
-    pool.told.expect([keys], 4, "a")
+    pool.told.expect("a", [keys], 4, "A")
     assert not pool.told._expected
 
 
 def test_what_does_not_come_is_not_waited_for_for_ever() -> None:
     pool, keys = Pool(), keys_of(1, 4)
     assert pool.present is not None
-    pool.told.expect([keys], 0, "a")
+    pool.told.expect("a", [keys], 0, "A")
     pool.now += EXPECTED_S
     assert arrived(pool) == []
     pool.present.update(keys)
@@ -180,18 +221,18 @@ def test_what_does_not_come_is_not_waited_for_for_ever() -> None:
 
 def test_nothing_arrives_while_there_is_no_node_to_ask() -> None:
     pool, keys = Pool(), keys_of(1, 4)
-    pool.told.expect([keys], 0, "a")
+    pool.told.expect("a", [keys], 0, "A")
     pool.present = None
     assert arrived(pool) == []
     pool.present = {*keys}
-    assert arrived(pool) == [("a", 4)]
+    assert arrived(pool) == [("A", 4)]
 
 
 def test_a_step_looks_for_so_many_stores_and_for_the_others_in_the_next() -> None:
     pool = Pool()
     assert pool.present is not None
     for number in range(2 * LOOKS_AT_ONCE):
-        pool.told.expect([keys_of(number, 2)], 0, str(number))
+        pool.told.expect(str(number), [keys_of(number, 2)], 0, str(number))
     pool.present.update(keys_of(LOOKS_AT_ONCE + 3, 2))
     pool.now += EXPECTED_S  # late, and looked up all the same
     assert arrived(pool) == []
@@ -202,7 +243,7 @@ def test_expectations_are_bounded_and_end_with_a_reset() -> None:
     pool, keys = Pool(), keys_of(1, 1)
     assert pool.present is not None
     for number in range(EXPECTED_LIMIT + 1):
-        pool.told.expect([keys], 0, str(number))
+        pool.told.expect(str(number), [keys], 0, str(number))
     assert len(pool.told._expected) == EXPECTED_LIMIT
     pool.told.clear()
     pool.present.update(keys)

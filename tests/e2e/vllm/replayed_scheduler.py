@@ -320,10 +320,13 @@ class Events:
         self._half, self._pool = half, half._events
         self._told: set[Any] = set()
         self._stores: list[tuple[Request, Sequence[Keys]]] = []
+        self.of_no_use: set[str] = set()
+        """Requests from before a reset."""
         self._stored, self._pool.stored = self._pool.stored, self._note
         half.take_events, self._take = self.take, half.take_events
 
     def _note(self, request: Request, groups: Sequence[Keys], visible: int) -> None:
+        assert request.request_id not in self.of_no_use, "what was stored before a reset is told behind it"
         self._stores.append((request, groups))
         self._stored(request, groups, visible)
 
@@ -401,6 +404,7 @@ class Users:
             return  # vLLM refuses while a request holds blocks that does not run: loaded, or still being stored
         self._engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self._engine.counts["resets"] += 1
+        self._engine.events.of_no_use.update(self.requests)
         self._engine.model.weights += 1
         for request in living:
             have = list(request.output_token_ids)

@@ -424,8 +424,8 @@ class Transfers:
             self._count("stores_too_late")
             return 0
         if source.first_whole and (each.session.present_here(keys) or 0) < source.first_whole:
-            # Blocks of a prompt that the engine no longer has, and the pool neither: nothing can hang on them. This is a
-            # second look: the store that had them may have ended while `_rests` asked who has.
+            # Blocks of a prompt that the engine no longer has, and the pool neither: nothing can hang on them.
+            # This is a second look: the store that had them may have ended while `_rests` asked who has.
             self._count("stores_without_parent")
             return 0
         ticket = store.plan.tickets[number] if store.plan.tickets else None

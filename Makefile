@@ -31,7 +31,7 @@ e2e-vllm: $(STAMP) ## Run the tests with the real vLLM; makes its environment fi
 	KVSTORE_VLLM_PYTHON=$$($(BIN)/python tests/e2e/vllm/side_environment.py) && export KVSTORE_VLLM_PYTHON && \
 	$(BIN)/python -m pytest -m vllm --durations=0 $(VLLM_TESTS)
 
-check: $(STAMP) ## Format check, lint, types, import rules, proto drift
+check: $(STAMP) ## Format check, lint, types, import rules, proto drift, tests found
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -39,6 +39,7 @@ check: $(STAMP) ## Format check, lint, types, import rules, proto drift
 	MYPYPATH=bench $(BIN)/mypy bench/peers.py
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
+	found=$$($(BIN)/python -m pytest --collect-only -qq) || { echo "$$found"; exit 1; }
 
 format: $(STAMP) ## Format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -10,6 +10,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvstore.client.transports import Way
 from kvstore.errors import Unreachable
 from kvstore.model.values import MissReason
 from kvstore.transport import Connection, ReadResult, ReadStatus, Transport
-from kvstore.transport.nixl import NixlTransport
+from kvstore.transport.nixl import NixlConnection, NixlTransport
 from kvstore.transport.nixl_agent import Agent
 from kvstore.transport.tcp import TcpTransport
 from tests.chaos.nixl_nodes import NixlNode, nixl_node, only_tcp
@@ -219,17 +220,31 @@ def read_of(cache: Cache, deadline_s: float, **more: Any) -> tuple[int, MissReas
     return result.chunks, result.reason
 
 
+@contextmanager
+def stopped_when_asked(node: NixlNode) -> Iterator[None]:
+    """The node stands still from the next transfer on: it is asked for all of it, and sends it when it goes on.
+
+    From the first bytes on would be too late: a quick owner has sent two exchanges by then.
+    """
+    start = NixlConnection.start
+
+    def stop_and_start(self: NixlConnection, *arguments: Any) -> Any:
+        node.stop()
+        return start(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NixlConnection, "start", stop_and_start)
+        yield
+
+
 def test_a16_a_client_hands_its_staging_on_only_when_nothing_comes_any_more(client: Client, node: NixlNode) -> None:
     """B01 too: the read is a miss at its deadline, and the next one after the node goes on is whole."""
     cache = client.bind(namespace(layout=MIB))
     assert read_of(cache, 10.0) == (CHUNKS, None)
-    nixl = client._transports._nixl
-    assert isinstance(nixl, NixlTransport)
-    nixl.hold_for_tests(before_payload=node.stop)
-    started = time.monotonic()
-    assert read_of(cache, 1.0) == (0, MissReason.DEADLINE)
-    assert time.monotonic() - started < 2.0
-    nixl.hold_for_tests()
+    with stopped_when_asked(node):
+        started = time.monotonic()
+        assert read_of(cache, 1.0) == (0, MissReason.DEADLINE)
+        assert time.monotonic() - started < 2.0
     until(lambda: client.staging.usage().free_bytes == client.staging.total_bytes)
     block = client.staging.acquire(client.staging.total_bytes // 2, 5.0)  # the first half: where the bytes were to land
     assert block is not None and block.offset_bytes == 0
@@ -257,13 +272,13 @@ def test_a16_staging_stays_locked_up_while_another_read_keeps_the_agent(client: 
     first = threading.Thread(target=lambda: read_of(cache, 10.0))
     first.start()
     assert moving.wait(20)
-    nixl.hold_for_tests(before_payload=node.stop)
-    assert read_of(cache, 1.0) == (0, MissReason.DEADLINE)
+    nixl.hold_for_tests()
+    with stopped_when_asked(node):
+        assert read_of(cache, 1.0) == (0, MissReason.DEADLINE)
     usage = client.staging.usage()
     assert usage.quarantined_bytes > 0
     client.staging.check()
     node.go_on()
-    nixl.hold_for_tests()
     go_on.set()
     first.join(20)
     until(lambda: client.staging.usage().free_bytes == client.staging.total_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,7 +32,7 @@ from kvstore.node import (
 from kvstore.node.admission import Admission
 from kvstore.node.catalog import CatalogWriter
 from kvstore.node.chunks import Chunk, KnownNamespace
-from kvstore.node.figures import tier_figures
+from kvstore.node.figures import pool_figures
 from kvstore.node.holds import Holds
 from kvstore.node.news import News
 from kvstore.node.pool import Pool
@@ -347,7 +347,7 @@ class NodeCore:
         self.session(session)
         space = self._space(keys)
         space.layout.check_rectangle(rectangle)
-        for index, (chunk, _) in enumerate(self._walk(space, keys)):
+        for index, (chunk, _) in enumerate(self.pool.walk(space, keys)):
             if chunk is None or chunk.covering_anywhere(rectangle) is None:
                 return index
         return len(keys)
@@ -359,7 +359,7 @@ class NodeCore:
         space.layout.check_rectangle(rectangle)
         places: list[ShardPlace] = []
         run, reason, more = len(keys), None, False
-        for index, (chunk, why) in enumerate(self._walk(space, keys)):
+        for index, (chunk, why) in enumerate(self.pool.walk(space, keys)):
             if chunk is None:
                 run, reason = index, why
                 break
@@ -375,22 +375,6 @@ class NodeCore:
                 stored = space.kinds[shard].rectangle
                 places.append(ShardPlace(index, shard, copy.slot, copy.generation, copy.table_hash, stored))
         return AcquireAnswer(run, places, 0, 0, reason, self.info.epoch, more)
-
-    def _walk(self, space: KnownNamespace, keys: Keys) -> Iterator[tuple[Chunk | None, MissReason | None]]:
-        """The chunk of each key; None and why where it is not the one that is meant."""
-        parent = keys.parent
-        prints = None if keys.fingerprints is None else keys.fingerprints.tolist()
-        chunks = self.pool.forest.chunks
-        for index, key in enumerate(keys):
-            chunk = chunks.get(key)
-            if chunk is None:
-                yield None, MissReason.ABSENT
-            elif chunk.differs(space, parent, prints and prints[index + 1], prints and prints[index]):
-                self.pool.counts["collisions"] += 1
-                yield None, MissReason.COLLISION
-            else:
-                yield chunk, None
-            parent = key
 
     def release(self, session: int, leases: Sequence[int], ticket_ids: Sequence[bytes]) -> None:
         """See NodeApi. A session ends its own leases only."""
@@ -466,6 +450,9 @@ class NodeCore:
             raise NotFound(f"namespace {keys.namespace_id.hex()[:8]} is not registered on this node")
         return space
 
+    def _writers(self) -> list[Writer]:
+        return [session.writer for session in self.sessions.values()]
+
     def _attempt(self, session: int, number: int) -> Attempt | None:
         live = self.session(session).writer.attempts.get(number)
         if live is not None and live.expires_s <= self._clock():
@@ -479,42 +466,22 @@ class NodeCore:
 
     def stats(self) -> dict[str, int]:
         """Flat figures for people and dashboards. Takes time in proportion to sessions and attempts, not to chunks."""
-        pool, writers = self.pool, [session.writer for session in self.sessions.values()]
-        reserved_slots = reserved_bytes = 0
-        for attempt in self.reservations.attempts.values():
-            reserved_slots += len(attempt.grants)
-            reserved_bytes += len(attempt.grants) * attempt.space.kinds[attempt.shard].slot_bytes
         return {
-            "chunks": pool.chunk_count,
-            "namespaces": len(pool.spaces),
+            **pool_figures(self.pool),
             "sessions": len(self.sessions),
-            "arena_bytes": pool.allocator.arena_bytes,
-            "open_bytes": pool.allocator.open_until,
-            "used_bytes": pool.allocator.used_bytes,
-            "free_bytes": pool.allocator.free_bytes,
-            "largest_free_bytes": pool.allocator.largest_free_bytes,
-            "reserved_slots": reserved_slots,
-            "reserved_bytes": reserved_bytes,
-            "quarantined_slots": sum(len(slots) for writer in writers for slots in writer.quarantined.values()),
-            "quarantined_bytes": sum(writer.held_bytes for writer in writers) - reserved_bytes,
+            **self.reservations.figures(self._writers()),
             "reading_slots": len(self.own_slots),
-            "leases": len(self.holds.leases),
-            "tickets": len(self.holds.tickets),
-            "pins": len(self.holds.named),
-            "pinned_bytes": self.holds.pinned_bytes,
-            "draining": int(self.draining),
-            "catalog_entries": pool.catalog.claimed_count,
-            "events_waiting": len(self.news),
+            **self.holds.figures(),
             **self.side_objects.figures(),
-            "evictions": pool.counts["removed_evicted"],
-            **tier_figures(pool),
-            **dict(sorted(pool.counts.items())),
+            "draining": int(self.draining),
+            "events_waiting": len(self.news),
+            **dict(sorted(self.pool.counts.items())),
         }
 
     def check(self) -> None:
         """Every invariant of the node. Called by tests after each step; costs time in proportion to its contents."""
         self.pool.check()
-        self.reservations.check([session.writer for session in self.sessions.values()])
+        self.reservations.check(self._writers())
         self.holds.check(list(self.pool.forest.chunks.values()))
         self.side_objects.check()
         used = {copy.slot for chunk in self.pool.forest.chunks.values() for copy in chunk.copies.values()}

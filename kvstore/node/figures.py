@@ -1,4 +1,4 @@
-"""Figures of the tiers and the cleaner, for Stats and metrics. Each is at hand: nothing here walks through chunks."""
+"""Figures of the pool, its tiers and the cleaner, for Stats and metrics. Each is at hand: nothing walks the chunks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from kvstore.node.pool import Pool
 from kvstore.node.tier import Tier
 
 
-def tier_figures(pool: Pool) -> dict[str, int]:
-    """`dram_…`, `ssd_…` (all 0 without an SSD, or after it failed) and `cleaner_…`."""
+def pool_figures(pool: Pool) -> dict[str, int]:
+    """What the node has and where, `dram_…`, `ssd_…` (all 0 without an SSD, or after it failed) and `cleaner_…`."""
     ssd_used = pool.ssd.allocator.used_count - pool.ssd.slot_count if pool.ssd is not None else 0
     return {
+        "chunks": pool.chunk_count,
+        "namespaces": len(pool.spaces),
+        "arena_bytes": pool.allocator.arena_bytes,
+        "open_bytes": pool.allocator.open_until,
+        "used_bytes": pool.allocator.used_bytes,
+        "free_bytes": pool.allocator.free_bytes,
+        "largest_free_bytes": pool.allocator.largest_free_bytes,
+        "catalog_entries": pool.catalog.claimed_count,
+        "evictions": pool.counts["removed_evicted"],
         **_tier("dram", pool.dram),
         **_tier("ssd", pool.ssd),
         "ssd_removed_slots": len(pool.removed_slots),

@@ -178,6 +178,15 @@ class Holds:
         for name in [name for name, pin in self.named.items() if pin.expires_s <= now_s]:
             self.end_named(name)
 
+    def figures(self) -> dict[str, int]:
+        """For Stats: how much is held."""
+        return {
+            "leases": len(self.leases),
+            "tickets": len(self.tickets),
+            "pins": len(self.named),
+            "pinned_bytes": self.pinned_bytes,
+        }
+
     def check(self, chunks: Sequence[Chunk]) -> None:
         """Every hold of a resident chunk is a lease, a pin or a move of these tables."""
         holds: dict[Chunk, int] = dict(self.moving)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.errors import LimitExceeded
 from kvstore.metadata import GEOMETRIES_A_NAMESPACE_LIMIT, EventKind
 from kvstore.model.layout import Geometry
 from kvstore.model.namespace import Namespace
 from kvstore.model.prefix import Keys
+from kvstore.model.values import MissReason
 from kvstore.model.values import Tier as TierName
 from kvstore.node.admission import Admission
 from kvstore.node.backlog import Backlog
@@ -201,6 +202,22 @@ class Pool:
         self.counts["promotions"] += 1
         if chunk.published:
             self._publish(EventKind.PUBLISH, chunk, shard, TierName.DRAM)
+
+    def walk(self, space: KnownNamespace, keys: Keys) -> Iterator[tuple[Chunk | None, MissReason | None]]:
+        """The chunk of each key; None and why where it is not the one that is meant."""
+        parent = keys.parent
+        prints = None if keys.fingerprints is None else keys.fingerprints.tolist()
+        chunks = self.forest.chunks
+        for index, key in enumerate(keys):
+            chunk = chunks.get(key)
+            if chunk is None:
+                yield None, MissReason.ABSENT
+            elif chunk.differs(space, parent, prints and prints[index + 1], prints and prints[index]):
+                self.counts["collisions"] += 1
+                yield None, MissReason.COLLISION
+            else:
+                yield chunk, None
+            parent = key
 
     def came_ahead(self, keys: Keys, staged: range) -> int:
         """Tokens of these chunks, not counting the places `staged`, that came from the SSD before somebody asked for

@@ -323,6 +323,19 @@ class Reservations:
         self.attempts.pop(attempt.number, None)
         attempt.writer.attempts.pop(attempt.number, None)
 
+    def figures(self, writers: Sequence[Writer]) -> dict[str, int]:
+        """For Stats: how much is granted, and how much waits for its writer."""
+        slot_count = size_bytes = 0
+        for attempt in self.attempts.values():
+            slot_count += len(attempt.grants)
+            size_bytes += len(attempt.grants) * attempt.space.kinds[attempt.shard].slot_bytes
+        return {
+            "reserved_slots": slot_count,
+            "reserved_bytes": size_bytes,
+            "quarantined_slots": sum(len(slots) for writer in writers for slots in writer.quarantined.values()),
+            "quarantined_bytes": sum(writer.held_bytes for writer in writers) - size_bytes,
+        }
+
     def check(self, writers: Sequence[Writer]) -> None:
         """Grants and pending marks agree; held bytes add up."""
         granted = {}

@@ -34,7 +34,7 @@ from kvstore.transport.nixl_agent import rdma_devices
 from kvstore.transport.tcp import TcpTransport
 from tests.chaos.nixl_nodes import NixlNode, nixl_node, nixl_processes, only_tcp
 from tests.chaos.pool_processes import ROOT, Processes, stats_of, until
-from tests.contract.transport_suite import poisoned as staging_of
+from tests.contract.transport_owner import poisoned as staging_of
 from tests.unit.client import pages as test_pages
 from tests.unit.client.pages import MIB, namespace, pages_of, prompt
 from tests.unit.client.test_remote_read import AlwaysThere

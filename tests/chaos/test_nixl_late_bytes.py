@@ -27,7 +27,7 @@ from kvstore.transport.nixl_agent import Agent
 from kvstore.transport.tcp import TcpTransport
 from tests.chaos.nixl_nodes import NixlNode, nixl_node, only_tcp
 from tests.chaos.pool_processes import Processes, until
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, POISON, at, descriptor, poisoned
+from tests.contract.transport_owner import ARENA_BYTES, EPOCH, POISON, at, descriptor, poisoned
 from tests.unit.client.pages import MIB, namespace, pages_of, prompt
 from tests.unit.client.test_remote_read import AlwaysThere
 from tests.unit.transport.nixl_owners import NixlProcessOwner

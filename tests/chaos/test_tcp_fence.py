@@ -11,7 +11,7 @@ import pytest
 from kvstore.transport import SLOT_UNIT_BYTES, ReadDescriptor, ReadResult, ReadStatus
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import SENDFILE_FROM_BYTES
-from tests.contract.transport_suite import EPOCH, at, descriptor, poisoned
+from tests.contract.transport_owner import EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 SLOT = 16

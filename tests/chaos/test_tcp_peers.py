@@ -14,7 +14,7 @@ from kvstore.errors import StaleReference, Unreachable
 from kvstore.transport import ReadStatus
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import TcpServer
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, at, descriptor, poisoned
+from tests.contract.transport_owner import ARENA_BYTES, EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import ProcessOwner
 
 

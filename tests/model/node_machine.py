@@ -483,23 +483,3 @@ class RoomNodeMachine(NodeMachine):
     """A cap on chunks below what the memory holds."""
 
     room_chunks = 5
-
-
-STEPS = {
-    "store": 5, "reserve": 6, "commit": 6, "abort": 1, "acknowledge": 1, "acquire": 3, "release": 2, "remove": 1,
-    "write_late": 3, "time_passes": 1, "renew": 1, "connect": 2, "lose_session": 1, "kill_process": 1,
-    "index_starts_empty": 1,
-}  # fmt: skip
-"""Steps of a walk and how often each comes."""
-
-
-def walk(machine: NodeMachine, seed: int, steps: int) -> None:
-    rng = random.Random(seed)
-    machine.start()
-    for _ in range(steps):
-        (name,) = rng.choices(list(STEPS), list(STEPS.values()))
-        if machine.makes_sense(name):
-            step = getattr(machine, name)
-            step() if name in ("connect", "index_starts_empty") else step(rng)
-            machine.laws()
-    machine.teardown()

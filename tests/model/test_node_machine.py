@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 
@@ -10,7 +12,7 @@ from kvstore.node.chunks import Chunk
 from kvstore.node.core import NodeCore
 from kvstore.node.reservations import Reservations
 from kvstore.node.tier import Tier
-from tests.model.node_machine import NodeMachine, RoomNodeMachine, WideNodeMachine, walk
+from tests.model.node_machine import NodeMachine, RoomNodeMachine, WideNodeMachine
 
 VARIANTS = (NodeMachine, WideNodeMachine, RoomNodeMachine)
 BOUNDS = settings(max_examples=15, stateful_step_count=30)
@@ -19,12 +21,31 @@ TestRoom = pytest.mark.slow(RoomNodeMachine.TestCase)
 TestWide = pytest.mark.slow(WideNodeMachine.TestCase)
 TestNode.settings = TestRoom.settings = TestWide.settings = BOUNDS
 
+STEPS = {
+    "store": 5, "reserve": 6, "commit": 6, "abort": 1, "acknowledge": 1, "acquire": 3, "release": 2, "remove": 1,
+    "write_late": 3, "time_passes": 1, "renew": 1, "connect": 2, "lose_session": 1, "kill_process": 1,
+    "index_starts_empty": 1,
+}  # fmt: skip
+"""Steps of a walk and how often each comes."""
+
 
 @pytest.fixture(autouse=True)
 def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extents of four slots, so that the arena has several."""
     monkeypatch.setattr(slots, "EXTENT_BYTES", 1)
     monkeypatch.setattr(slots, "EXTENT_SLOTS", 4)
+
+
+def walk(machine: NodeMachine, seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    machine.start()
+    for _ in range(steps):
+        (name,) = rng.choices(list(STEPS), list(STEPS.values()))
+        if machine.makes_sense(name):
+            step = getattr(machine, name)
+            step() if name in ("connect", "index_starts_empty") else step(rng)
+            machine.laws()
+    machine.teardown()
 
 
 @pytest.mark.slow

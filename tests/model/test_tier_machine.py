@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ from kvstore.node.chunks import Chunk
 from kvstore.node.holds import Holds
 from kvstore.node.pool import Pool
 from kvstore.node.tier import Tier
-from tests.model.tier_machine import SPACES, ScanResistantTierMachine, TierMachine, walk
+from tests.model.tier_machine import SPACES, ScanResistantTierMachine, TierMachine
 from tests.unit.node.small_node import keys_of
 from tests.unit.node.tiered_node import TieredNode
 
 VARIANTS = (TierMachine, ScanResistantTierMachine)
 TestTiers = pytest.mark.slow(TierMachine.TestCase)
 TestTiers.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
+
+STEPS = {
+    "store": 8, "persist": 4, "save_the_coldest": 6, "read": 6, "remove": 1, "lease": 2, "release": 2, "pin": 1,
+    "time_passes": 1, "damage": 1, "ssd_fails": 0.2, "restart_the_worker": 0.4, "restart_the_host": 0.4,
+}  # fmt: skip
+"""Steps of a walk and how often each comes."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +39,20 @@ def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "SMALL_EXTENT_BYTES", 1)
     monkeypatch.setattr(slots, "EXTENTS", 1 << 20)
     monkeypatch.setattr(slots, "EXTENT_SLOTS", 4)
+
+
+def walk(machine: TierMachine, seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    machine.start()
+    try:
+        for _ in range(steps):
+            (name,) = rng.choices(list(STEPS), list(STEPS.values()))
+            step: Callable[..., None] = getattr(machine, name)
+            alone = ("save_the_coldest", "ssd_fails", "restart_the_worker", "restart_the_host")
+            step() if name in alone else step(rng)
+            machine.laws()
+    finally:
+        machine.teardown()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -351,24 +351,3 @@ class ScanResistantTierMachine(TierMachine):
     """Another policy on both tiers."""
 
     eviction = "s3fifo"
-
-
-STEPS = {
-    "store": 8, "persist": 4, "save_the_coldest": 6, "read": 6, "remove": 1, "lease": 2, "release": 2, "pin": 1,
-    "time_passes": 1, "damage": 1, "ssd_fails": 0.2, "restart_the_worker": 0.4, "restart_the_host": 0.4,
-}  # fmt: skip
-"""Steps of a walk and how often each comes."""
-
-
-def walk(machine: TierMachine, seed: int, steps: int) -> None:
-    rng = random.Random(seed)
-    machine.start()
-    try:
-        for _ in range(steps):
-            (name,) = rng.choices(list(STEPS), list(STEPS.values()))
-            step: Callable[..., None] = getattr(machine, name)
-            alone = ("save_the_coldest", "ssd_fails", "restart_the_worker", "restart_the_host")
-            step() if name in alone else step(rng)
-            machine.laws()
-    finally:
-        machine.teardown()

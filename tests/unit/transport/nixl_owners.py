@@ -20,7 +20,7 @@ from kvstore.transport.data_plane import DataPlane, DataPlaneServicer
 from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.nixl_process import NixlProcess
 from kvstore.transport.tcp_server import TcpServer
-from tests.contract.transport_suite import EPOCH
+from tests.contract.transport_owner import EPOCH
 from tests.unit.transport.tcp_owner import OwnerMemory, ProcessOwner
 
 

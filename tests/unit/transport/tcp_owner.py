@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.transport import SLOT_UNIT_BYTES
 from kvstore.transport.tcp_server import TcpServer, TcpServerLimits
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH
+from tests.contract.transport_owner import ARENA_BYTES, EPOCH
 
 
 class OwnerMemory:

@@ -18,7 +18,7 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, Unre
 from kvstore.transport import Exchange, ReadDescriptor, ReadStatus
 from kvstore.transport.tcp import AHEAD_REQUEST_BYTES, TcpConnection, TcpTransport
 from kvstore.transport.tcp_server import TcpServerLimits
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, POISON, at, descriptor, poisoned
+from tests.contract.transport_owner import ARENA_BYTES, EPOCH, POISON, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 HELLO_BYTES = 20

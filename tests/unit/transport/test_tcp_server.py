@@ -19,7 +19,7 @@ from kvstore.transport import ReadStatus
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import TcpServer, TcpServerLimits, _Peer
 from kvstore.transport.tcp_wire import COUNT_LIMIT, PAYLOAD_LIMIT_BYTES, AnswerStatus
-from tests.contract.transport_suite import ARENA_BYTES, EPOCH, at, descriptor, poisoned
+from tests.contract.transport_owner import ARENA_BYTES, EPOCH, at, descriptor, poisoned
 from tests.unit.transport.tcp_owner import LocalOwner
 
 Dial = Callable[[LocalOwner], socket.socket]
